@@ -1,0 +1,589 @@
+"""What the oracle and the kernels share: the paged key cache, the dimensions of a call and the check of its arguments.
+
+Axes, as in the README: ``B`` requests, ``T`` new query tokens of all requests together, ``H`` heads, ``D`` head dimension, ``K`` =
+``top_k``, ``L`` layers, ``P`` page size, ``W`` width of the score matrix. Nothing here imports NumPy's rivals or a GPU library:
+arrays of other libraries are read through their public attributes.
+"""
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+FP8_DTYPES = {
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e4m3fnuz": np.dtype(ml_dtypes.float8_e4m3fnuz),
+}
+ARITHMETICS = ("exact", "wgmma")
+MASKS = ("causal", "null")
+ORDERS = ("index", "score")
+METADATA_DTYPES = ("uint32", "int32")
+MAX_HEAD_DIM = 1024                       # up to here the exact sum of e4m3 products fits a float64
+MAX_POSITION = 2**31 - 1                  # positions are int32
+DEFAULT_SCORES_BUDGET_BYTES = 512 * 2**20
+
+_EXTRA_DTYPES = {"bfloat16": 2}           # names NumPy does not know, with their item sizes; float8_* is 1
+
+
+def decode_table(fp8_dtype: str) -> np.ndarray:
+    """Value of every FP8 byte, float64 [256]; NaN where the byte is a NaN.
+
+    Parameters
+    ----------
+    fp8_dtype : str
+        A key of `FP8_DTYPES`.
+    """
+    return np.arange(256, dtype=np.uint8).view(FP8_DTYPES[fp8_dtype]).astype(np.float64)
+
+
+# ---------------------------------------------------------------------------------------------------------------- arrays
+
+
+@dataclass(frozen=True)
+class ArrayView:
+    """Where an array lies and what it holds, whoever made it.
+
+    Attributes
+    ----------
+    name : str
+        The argument's name, for messages.
+    address : int
+        First byte, in the address space of `on_device`.
+    shape, strides : tuple of int
+        Strides in bytes.
+    dtype : str
+        NumPy's name ("float32"), also for FP8 ("float8_e4m3fn").
+    on_device : bool
+        True for GPU memory.
+    library : str
+        "numpy", "torch", "cupy", "numba" or "cuda" (another one with ``__cuda_array_interface__``).
+    owner : object
+        Keeps the memory alive.
+    writeable : bool
+        False for read-only memory.
+    stream : int or None
+        Stream on which the producer may still be writing, as ``__cuda_array_interface__`` names it.
+    """
+
+    name: str
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    on_device: bool
+    library: str
+    owner: Any
+    writeable: bool = True
+    stream: int | None = None
+
+    @property
+    def itemsize(self) -> int:
+        if self.dtype.startswith("float8"):
+            return 1
+        return _EXTRA_DTYPES.get(self.dtype) or np.dtype(self.dtype).itemsize
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=object)) if self.shape else 1
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Half-open range of the bytes it may touch, [start, end); empty for an empty array."""
+        if self.size == 0:
+            return self.address, self.address
+        reach = [(n - 1) * s for n, s in zip(self.shape, self.strides)]
+        return (self.address + sum(r for r in reach if r < 0),
+                self.address + sum(r for r in reach if r > 0) + self.itemsize)
+
+    @property
+    def c_contiguous(self) -> bool:
+        expected = self.itemsize
+        for n, stride in zip(reversed(self.shape), reversed(self.strides)):
+            if n > 1 and stride != expected:
+                return self.size == 0
+            expected *= n
+        return True
+
+    def sliced(self, *, axes: tuple[int, ...], offset: int = 0, dtype: str | None = None) -> ArrayView:
+        """The same memory with only these axes, `offset` bytes further on, its items read as `dtype` of the same size."""
+        return ArrayView(self.name, self.address + offset if self.address else 0, tuple(self.shape[a] for a in axes),
+                         tuple(self.strides[a] for a in axes), dtype or self.dtype, self.on_device, self.library, self.owner,
+                         self.writeable, self.stream)
+
+    def _interface(self) -> dict[str, Any]:
+        typestr = "|u1" if self.dtype.startswith("float8") else np.dtype(self.dtype).str
+        return {"shape": self.shape, "strides": self.strides, "typestr": typestr,
+                "data": (self.address, not self.writeable), "version": 3}
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        if self.on_device:
+            raise AttributeError(f"{self.name} is on a device")
+        return self._interface()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if not self.on_device:
+            raise AttributeError(f"{self.name} is on the host")
+        return {**self._interface(), "stream": self.stream}
+
+    def numpy(self) -> np.ndarray:
+        """The host array, zero copy; FP8 as uint8."""
+        if self.size == 0:
+            return np.empty(self.shape, np.uint8 if self.dtype.startswith("float8") else self.dtype)
+        return np.asarray(self)
+
+
+def _dtype_name(dtype: np.dtype) -> str:
+    return dtype.name if dtype.isnative else dtype.str
+
+
+def describe(name: str, array: Any) -> ArrayView:
+    """Reads an array's place, shape and dtype without touching its contents.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for messages.
+    array : array
+        NumPy, torch (host or GPU), or anything with ``__cuda_array_interface__`` (numba, CuPy, ...).
+
+    Raises
+    ------
+    TypeError
+        If it is none of these.
+    """
+    if isinstance(array, ArrayView):
+        return array
+    if isinstance(array, np.ndarray):
+        return ArrayView(name, array.ctypes.data, array.shape, array.strides, _dtype_name(array.dtype), False, "numpy", array,
+                         array.flags.writeable)
+    module = type(array).__module__.split(".")[0]
+    if module == "torch" and hasattr(array, "data_ptr") and hasattr(array, "layout"):
+        if str(array.layout) != "torch.strided" or array.device.type not in ("cpu", "cuda"):
+            raise TypeError(f"{name} must be a strided torch tensor on cpu or cuda, got layout {array.layout} on {array.device}")
+        itemsize = array.element_size()
+        return ArrayView(name, array.data_ptr(), tuple(array.shape), tuple(s * itemsize for s in array.stride()),
+                         str(array.dtype).removeprefix("torch."), array.device.type == "cuda", "torch", array)
+    # numba's simulator marks its arrays as device arrays and has the host's array interface
+    interface = getattr(array, "__cuda_array_interface__", None) or (
+        array.__array_interface__ if getattr(array, "__cuda_ndarray__", False) else None)
+    if interface is None:
+        raise TypeError(f"{name} must be a NumPy array, a torch tensor or an array with __cuda_array_interface__, "
+                        f"got {type(array).__name__}")
+    shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
+    strides = interface.get("strides")
+    if strides is None:
+        strides = tuple(dtype.itemsize * int(np.prod(shape[a + 1:], dtype=np.int64)) for a in range(len(shape)))
+    library = module if module in ("numba", "cupy") else "cuda"
+    address, read_only = interface["data"]
+    return ArrayView(name, address or 0, shape, tuple(strides), _dtype_name(dtype), True, library, array, not read_only,
+                     interface.get("stream"))
+
+
+def _require_dtype(view: ArrayView, *names: str) -> None:
+    if view.dtype not in names:
+        raise TypeError(f"{view.name} must be {' or '.join(names)}, got {view.dtype}")
+
+
+def _require_shape(view: ArrayView, axes: str, shape: tuple[int | None, ...]) -> None:
+    if len(view.shape) != len(shape) or any(want is not None and want != got for want, got in zip(shape, view.shape)):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(f"{view.name} must have shape {axes} = [{wanted}], got {list(view.shape)}")
+
+
+def _require_layout(view: ArrayView) -> None:
+    """Last axis contiguous, address and strides aligned to the items."""
+    if view.size == 0:
+        return
+    if view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
+        raise ValueError(f"{view.name} must be contiguous along its last axis (stride {view.itemsize} bytes), "
+                         f"got stride {view.strides[-1]} bytes")
+    if view.address % view.itemsize or any(s % view.itemsize for n, s in zip(view.shape, view.strides) if n > 1):
+        raise ValueError(f"{view.name} must be aligned to its {view.itemsize}-byte items, got address {view.address:#x} and "
+                         f"strides {list(view.strides)}")
+
+
+def integer(name: str, value: Any, minimum: int) -> int:
+    """A scalar argument as an int.
+
+    Raises
+    ------
+    TypeError
+        If it is not an integer (a bool is not).
+    ValueError
+        If it is below `minimum`.
+    """
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}") from None
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {number}")
+    return number
+
+
+def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, one of {', '.join(map(repr, choices))}, got {type(value).__name__} {value!r}")
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def fp8_name(name: str, dtype: Any) -> str:
+    """Canonical name of an FP8 dtype given as a name, a NumPy or ml_dtypes dtype, or a torch dtype.
+
+    Raises
+    ------
+    TypeError
+        If it is not an FP8 dtype that has an exact sum; ``float8_e5m2`` is refused by name.
+    """
+    text = str(dtype) if type(dtype).__module__.split(".")[0] == "torch" else dtype
+    if not isinstance(text, str):
+        try:
+            text = np.dtype(dtype).name
+        except TypeError:
+            text = repr(dtype)
+    text = text.removeprefix("torch.")
+    if text not in FP8_DTYPES:
+        why = " (its products span more than a float64, so it has no exact sum yet)" if text == "float8_e5m2" else ""
+        raise TypeError(f"{name} must be {' or '.join(FP8_DTYPES)}, got {text}{why}")
+    return text
+
+
+# ------------------------------------------------------------------------------------------------------------- key cache
+
+
+class PagedKeyCache:
+    """The paged FP8 key cache of one model, with the request metadata of one step.
+
+    Parameters
+    ----------
+    blocks : array, FP8 or uint8, [num_blocks, 1, L, P, 1, D]
+        Key rows. The last axis is contiguous, strides above it are free. uint8 is read as bytes of `fp8_dtype`.
+    scales : array, float32, [num_blocks, 1, L, P, 1, 1]
+        One scale per key row, any sign.
+    cache_lengths : array, uint32 or int32, [B]
+        Tokens of each request cached before this call. The new tokens' keys are already in the cache, behind them.
+    lookup_table : array, uint32 or int32, [B, max_pages]
+        Page ``p`` of request ``b`` is block ``lookup_table[b, p]``. Requests may share blocks. Entries behind a request's pages
+        are never followed.
+    max_prompt_length, max_context_length : int, optional
+        Upper bounds of the new and of the cached tokens of a request. They may change cost, never a result.
+    fp8_dtype : dtype, optional
+        The FP8 kind of the keys. Default: the dtype of `blocks`, and float8_e4m3fn for uint8 blocks.
+
+    Raises
+    ------
+    TypeError
+        If an argument is of another kind or dtype, or `blocks` and `fp8_dtype` name two FP8 kinds.
+    ValueError
+        If a shape, stride, alignment or bound does not fit.
+
+    Notes
+    -----
+    Nothing is copied: the arrays are the caller's, and their contents are read at each call. Contents of host metadata are checked
+    by the call, against its other arguments.
+    """
+
+    def __init__(self, blocks: Any, scales: Any, cache_lengths: Any, lookup_table: Any, *, max_prompt_length: int | None = None,
+                 max_context_length: int | None = None, fp8_dtype: Any = None) -> None:
+        declared = None if fp8_dtype is None else fp8_name("fp8_dtype", fp8_dtype)
+        block_view = describe("blocks", blocks)
+        if block_view.dtype == "uint8":
+            self.fp8_dtype = declared or "float8_e4m3fn"
+        else:
+            self.fp8_dtype = fp8_name("blocks", block_view.dtype)
+            if declared not in (None, self.fp8_dtype):
+                raise TypeError(f"blocks must be of fp8_dtype {declared} (or uint8, as its bytes), got {self.fp8_dtype}")
+        _require_shape(block_view, "[num_blocks, 1, L, P, 1, D]", (None, 1, None, None, 1, None))
+        num_blocks, _, num_layers, page_size, _, head_dim = block_view.shape
+        if min(num_layers, page_size, head_dim) < 1 or head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"blocks must have L and P of at least 1 and D from 1 to {MAX_HEAD_DIM}, got L {num_layers}, "
+                             f"P {page_size}, D {head_dim}")
+        if num_blocks > MAX_POSITION:
+            raise ValueError(f"blocks must have at most {MAX_POSITION} blocks, got {num_blocks}")
+        _require_layout(block_view)
+        scale_view = describe("scales", scales)
+        _require_dtype(scale_view, "float32")
+        _require_shape(scale_view, "[num_blocks, 1, L, P, 1, 1]", (num_blocks, 1, num_layers, page_size, 1, 1))
+        _require_layout(scale_view)
+
+        length_view = describe("cache_lengths", cache_lengths)
+        _require_dtype(length_view, *METADATA_DTYPES)
+        _require_shape(length_view, "[B]", (None,))
+        _require_layout(length_view)
+        table_view = describe("lookup_table", lookup_table)
+        _require_dtype(table_view, *METADATA_DTYPES)
+        _require_shape(table_view, "[B, max_pages]", (length_view.shape[0], None))
+        _require_layout(table_view)
+
+        self.blocks, self.scales = blocks, scales
+        self.cache_lengths, self.lookup_table = cache_lengths, lookup_table
+        self.max_prompt_length = None if max_prompt_length is None else integer("max_prompt_length", max_prompt_length, 0)
+        self.max_context_length = None if max_context_length is None else integer("max_context_length", max_context_length, 0)
+        self._views = block_view, scale_view, length_view, table_view
+
+    @classmethod
+    def from_fused(cls, pages: Any, cache_lengths: Any, lookup_table: Any, *, max_prompt_length: int | None = None,
+                   max_context_length: int | None = None, fp8_dtype: Any = None) -> PagedKeyCache:
+        """The cache over fused pages, the layout of DeepGEMM, vLLM and SGLang, zero copy.
+
+        Parameters
+        ----------
+        pages : array, uint8, [num_blocks, P, 1, D + 4]
+            The bytes of a page are **planar**: first ``P * D`` key bytes (row after row), then ``P`` float32 scales. This is not
+            the interleaved page of the same size, in which each key row is followed by its own scale.
+        cache_lengths, lookup_table, max_prompt_length, max_context_length
+            As in the constructor.
+        fp8_dtype : dtype, optional
+            The FP8 kind of the key bytes, float8_e4m3fn by default.
+
+        Raises
+        ------
+        TypeError
+            If an argument is of another kind or dtype.
+        ValueError
+            If a page is not contiguous, or ``P * D``, the page stride or the address is not a multiple of 4.
+        """
+        view = describe("pages", pages)
+        _require_dtype(view, "uint8")
+        _require_shape(view, "[num_blocks, P, 1, D + 4]", (None, None, 1, None))
+        num_blocks, page_size, _, row_bytes = view.shape
+        head_dim = row_bytes - 4
+        if page_size < 1 or head_dim < 1:
+            raise ValueError(f"pages must have shape [num_blocks, P, 1, D + 4] with P and D of at least 1, got {list(view.shape)}")
+        if view.strides[3] != 1 or (page_size > 1 and view.strides[1] != row_bytes):
+            raise ValueError(f"pages must be contiguous within a page (strides [any, {row_bytes}, any, 1] bytes), "
+                             f"got strides {list(view.strides)}")
+        page_stride = view.strides[0] if num_blocks > 1 else page_size * row_bytes
+        for what, value in (("P * D", page_size * head_dim), ("a page stride", page_stride), ("an address", view.address)):
+            if value % 4:
+                raise ValueError(f"pages must have {what} that is a multiple of 4 bytes, got {value}")
+
+        blocks, scales = (
+            ArrayView(name, view.address + offset if view.address else 0, (num_blocks, 1, 1, page_size, 1, width),
+                      (page_stride, page_stride, page_stride, row, row, item), dtype, view.on_device, view.library, view.owner,
+                      view.writeable, view.stream)
+            for name, offset, width, row, item, dtype in (("blocks", 0, head_dim, head_dim, 1, "uint8"),
+                                                          ("scales", page_size * head_dim, 1, 4, 4, "float32")))
+        return cls(blocks, scales, cache_lengths, lookup_table, max_prompt_length=max_prompt_length,
+                   max_context_length=max_context_length, fp8_dtype="float8_e4m3fn" if fp8_dtype is None else fp8_dtype)
+
+    def __repr__(self) -> str:
+        num_blocks, _, num_layers, page_size, _, head_dim = self._views[0].shape
+        num_requests, max_pages = self._views[3].shape
+        return (f"PagedKeyCache({num_requests} requests, {num_blocks} blocks of {page_size} x {head_dim} {self.fp8_dtype}, "
+                f"{num_layers} layers, table width {max_pages})")
+
+
+# ------------------------------------------------------------------------------------------------------------ whole call
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call: its dimensions and where its arrays lie.
+
+    Attributes
+    ----------
+    num_requests, num_tokens, num_heads, head_dim, page_size, num_blocks, max_pages : int
+        B, T, H, D, P, the blocks of the cache and the width of the lookup table.
+    width : int
+        W: the largest candidate count where lengths are known, else the bound that table and cache bounds give.
+    causal : bool
+        True for the causal mask.
+    kpool, top_k, scores_budget_bytes, order, arithmetic
+        As given. `top_k` is 0 where only scores are asked for.
+    q, q_s, keys, key_scales, offsets, lengths, table : ArrayView
+        [T, H, D] uint8, [T, H] float32, the layer's [num_blocks, P, D] uint8 and [num_blocks, P] float32, and the metadata as
+        int32 [B + 1], [B], [B, max_pages].
+    out, out_scores : ArrayView or None
+        The caller's outputs.
+    """
+
+    num_requests: int
+    num_tokens: int
+    num_heads: int
+    head_dim: int
+    page_size: int
+    num_blocks: int
+    max_pages: int
+    width: int
+    causal: bool
+    kpool: int
+    top_k: int
+    scores_budget_bytes: int
+    order: str
+    arithmetic: str
+    fp8_dtype: str
+    q: ArrayView
+    q_s: ArrayView
+    keys: ArrayView
+    key_scales: ArrayView
+    offsets: ArrayView
+    lengths: ArrayView
+    table: ArrayView
+    out: ArrayView | None
+    out_scores: ArrayView | None
+
+    @property
+    def rows_per_chunk(self) -> int:
+        """Rows of the score matrix that are held at a time: as many as the budget takes, at least one."""
+        return max(1, min(self.num_tokens, self.scores_budget_bytes // (4 * max(1, self.width))))
+
+
+def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, layer_idx: Any, *, mask: Any, kpool: Any,
+               arithmetic: Any, top_k: Any = None, scores_budget_bytes: Any = DEFAULT_SCORES_BUDGET_BYTES, order: Any = "index",
+               out: Any = None, out_scores: Any = None, host_only: bool = False) -> Call:
+    """Checks every argument of a call, the contents of host metadata included, before any work.
+
+    Parameters are those of the public functions; `top_k` is None where only scores are asked for. With `host_only` every array
+    must be a NumPy array.
+
+    Raises
+    ------
+    TypeError
+        For a wrong kind or dtype.
+    ValueError
+        For a wrong shape, range, alignment or place.
+    """
+    if not isinstance(k_collection, PagedKeyCache):
+        raise TypeError(f"k_collection must be a PagedKeyCache, got {type(k_collection).__name__}")
+    cache = k_collection
+    blocks, scales, lengths, table = cache._views
+    q, q_s = describe("q", q), describe("q_s", q_s)
+    offsets = describe("input_row_offsets", input_row_offsets)
+    out_view = None if out is None else describe("out", out)
+    out_scores_view = None if out_scores is None else describe("out_scores", out_scores)
+    inputs = [q, q_s, blocks, scales, offsets, lengths, table]
+    outputs = [view for view in (out_view, out_scores_view) if view is not None]
+
+    # kinds and dtypes
+    if host_only:
+        for view in inputs + outputs:
+            if view.library != "numpy":
+                raise TypeError(f"{view.name} must be a NumPy array, got {type(view.owner).__name__}")
+    if q.dtype != "uint8" and fp8_name("q", q.dtype) != cache.fp8_dtype:
+        raise TypeError(f"q must have the dtype of the keys, {cache.fp8_dtype} (or uint8, as its bytes), got {q.dtype}")
+    _require_dtype(q_s, "float32")
+    _require_dtype(offsets, *METADATA_DTYPES)
+    if out_view is not None:
+        _require_dtype(out_view, "int32")
+    if out_scores_view is not None:
+        _require_dtype(out_scores_view, "float32")
+
+    # scalars
+    layer_idx = integer("layer_idx", layer_idx, 0)
+    top_k = 0 if top_k is None else integer("top_k", top_k, 1)
+    kpool = integer("kpool", kpool, 1)
+    scores_budget_bytes = integer("scores_budget_bytes", scores_budget_bytes, 1)
+    _one_of("mask", mask, MASKS)
+    _one_of("order", order, ORDERS)
+    _one_of("arithmetic", arithmetic, ARITHMETICS if host_only else (*ARITHMETICS, "auto"))
+    if arithmetic == "wgmma" and cache.fp8_dtype != "float8_e4m3fn":
+        raise ValueError(f'arithmetic "wgmma" needs float8_e4m3fn keys, got {cache.fp8_dtype}')
+
+    # shapes
+    num_blocks, _, num_layers, page_size, _, head_dim = blocks.shape
+    num_requests, max_pages = table.shape
+    _require_shape(q, "[T, H, D]", (None, None, head_dim))
+    num_tokens, num_heads, _ = q.shape
+    if num_heads < 1:
+        raise ValueError(f"q must have shape [T, H, D] with H of at least 1, got {list(q.shape)}")
+    _require_shape(q_s, "[T, H]", (num_tokens, num_heads))
+    _require_shape(offsets, "[B + 1]", (num_requests + 1,))
+    if layer_idx >= num_layers:
+        raise ValueError(f"layer_idx must be in [0, L) = [0, {num_layers}), got {layer_idx}")
+    for view in (q, q_s, offsets):
+        _require_layout(view)
+    for view in outputs:
+        _require_shape(view, "[T, top_k]", (num_tokens, top_k))
+        if not view.c_contiguous:
+            raise ValueError(f"{view.name} must be C-contiguous, got strides {list(view.strides)} for shape {list(view.shape)}")
+        _require_layout(view)
+        if not view.writeable:
+            raise ValueError(f"{view.name} must be writeable, got a read-only array")
+
+    # places
+    placed = [q, q_s, blocks, scales, *outputs]
+    for view in placed:
+        if view.on_device != q.on_device:
+            where = {True: "a device", False: "the host"}
+            raise ValueError(f"{view.name} must be on {where[q.on_device]} as q is, got an array on {where[view.on_device]}")
+    for view in (offsets, lengths, table):
+        if view.on_device and not q.on_device:
+            raise ValueError(f"{view.name} must be on the host as q is, got an array on a device")
+    for i, view in enumerate(outputs):
+        for other in inputs + outputs[:i]:
+            (start, end), (other_start, other_end) = view.extent, other.extent
+            if view.on_device == other.on_device and start < other_end and other_start < end:
+                raise ValueError(f"{view.name} must not overlap {other.name}, got memory [{start:#x}, {end:#x}) and "
+                                 f"[{other_start:#x}, {other_end:#x})")
+
+    width = _check_metadata(cache, offsets, lengths, table, num_tokens, num_blocks, page_size, kpool)
+    layer_bytes = [layer_idx * view.strides[2] for view in (blocks, scales)]
+    return Call(
+        num_requests, num_tokens, num_heads, head_dim, page_size, num_blocks, max_pages, width, mask == "causal", kpool, top_k,
+        scores_budget_bytes, order, arithmetic, cache.fp8_dtype, q.sliced(axes=(0, 1, 2), dtype="uint8"), q_s,
+        blocks.sliced(axes=(0, 3, 5), offset=layer_bytes[0], dtype="uint8"), scales.sliced(axes=(0, 3), offset=layer_bytes[1]),
+        *(view.sliced(axes=tuple(range(len(view.shape))), dtype="int32") for view in (offsets, lengths, table)), out_view,
+        out_scores_view)
+
+
+def _check_metadata(cache: PagedKeyCache, offsets: ArrayView, lengths: ArrayView, table: ArrayView, num_tokens: int,
+                    num_blocks: int, page_size: int, kpool: int) -> int:
+    """Checks the contents of the metadata that is on the host, as far as it is; returns the width W of the score matrix."""
+    num_requests, max_pages = table.shape
+    new_tokens = cached = None
+    if not offsets.on_device:
+        at = offsets.numpy().astype(np.int64)
+        if at[0] != 0 or at[-1] != num_tokens:
+            raise ValueError(f"input_row_offsets must start at 0 and end at T = {num_tokens}, got {at[0]} ... {at[-1]}")
+        new_tokens = np.diff(at)
+        if np.any(new_tokens < 0):
+            b = int(np.argmax(new_tokens < 0))
+            raise ValueError(f"input_row_offsets must ascend, got {at[b]} then {at[b + 1]} at request {b}")
+        _check_bound(cache.max_prompt_length, "max_prompt_length", new_tokens, "new")
+    if not lengths.on_device:
+        cached = lengths.numpy().astype(np.int64)
+        if np.any(cached < 0):
+            b = int(np.argmax(cached < 0))
+            raise ValueError(f"cache_lengths must not be negative, got {cached[b]} at request {b}")
+        total = cached if new_tokens is None else cached + new_tokens
+        if np.any(total > MAX_POSITION):
+            b = int(np.argmax(total > MAX_POSITION))
+            raise ValueError(f"cache_lengths plus new tokens must be at most {MAX_POSITION}, got {total[b]} at request {b}")
+        _check_bound(cache.max_context_length, "max_context_length", cached, "cached")
+
+    if new_tokens is None or cached is None:
+        width = min(max_pages * page_size, MAX_POSITION)
+        if cache.max_context_length is not None and cache.max_prompt_length is not None:
+            width = min(width, (cache.max_context_length + cache.max_prompt_length) // kpool)
+        return width
+    rows = np.where(new_tokens > 0, (cached + new_tokens) // kpool, 0)      # cache rows of requests that have query tokens
+    pages = -(-rows // page_size)
+    if np.any(pages > max_pages):
+        b = int(np.argmax(pages > max_pages))
+        raise ValueError(f"lookup_table must have ceil({rows[b]} / P) = {pages[b]} columns for the {rows[b]} cache rows of request "
+                         f"{b} (P = {page_size}), got {max_pages}")
+    if not table.on_device:
+        ids = table.numpy()
+        for b in np.flatnonzero(pages):
+            used = ids[b, :pages[b]]
+            bad = (used < 0) | (used >= num_blocks)
+            if np.any(bad):
+                p = int(np.argmax(bad))
+                raise ValueError(f"lookup_table must hold block ids in [0, {num_blocks}), got {used[p]} at request {b}, page {p}")
+    return int(rows.max(initial=0))
+
+
+def _check_bound(bound: int | None, name: str, lengths: np.ndarray, kind: str) -> None:
+    if bound is not None and np.any(lengths > bound):
+        b = int(np.argmax(lengths))
+        raise ValueError(f"{name} must be at least the {kind} tokens of every request, got {bound} for the {lengths[b]} of request {b}")
