@@ -1,0 +1,253 @@
+"""How the host reaches the GPU: devices, streams, memory of the caller's library, compiling and launching.
+
+The kernels' modules know nothing of torch, CuPy or the simulator; this one knows nothing of the operator.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import cuda
+from numba.core import config
+
+from .problem import ArrayView, describe
+
+SIMULATED = bool(config.ENABLE_CUDASIM)
+OLDEST_CAPABILITY = (7, 5)
+MAX_GRID = 2**31 - 1                          # along x, on every supported card
+
+
+class NoDeviceError(RuntimeError):
+    """There is no usable GPU; the oracle (`indexer.reference`) needs none."""
+
+
+def is_available() -> bool:
+    """Whether there is a GPU to run on (or its simulator)."""
+    return SIMULATED or bool(cuda.is_available())
+
+
+def require_device() -> None:
+    """Raises NoDeviceError with the reason when there is no GPU."""
+    if not is_available():
+        raise NoDeviceError("no CUDA device is available: install the extra cu12 or cu13 on a machine with an NVIDIA GPU, "
+                            "or call indexer.reference")
+
+
+@contextlib.contextmanager
+def on_device_of(views: list[ArrayView]) -> Any:
+    """Makes the device that holds the views current; the current one where all are on the host.
+
+    Raises
+    ------
+    ValueError
+        If two views are on two devices.
+    RuntimeError
+        If the card is older than the kernels support.
+    """
+    require_device()
+    if SIMULATED:
+        yield
+        return
+    first = None
+    for view in views:
+        if view.on_device and view.size:
+            ordinal = _ordinal(view)
+            if first is not None and ordinal != first[1]:
+                raise ValueError(f"{view.name} must be on device {first[1]} as {first[0]} is, got device {ordinal}")
+            first = first or (view.name, ordinal)
+    with cuda.gpus[first[1]] if first else contextlib.nullcontext():
+        capability = cuda.get_current_device().compute_capability
+        if tuple(capability) < OLDEST_CAPABILITY:
+            raise RuntimeError(f"the kernels need compute capability {'.'.join(map(str, OLDEST_CAPABILITY))} or newer, "
+                               f"this device has {'.'.join(map(str, capability))}")
+        yield
+
+
+def _ordinal(view: ArrayView) -> int:
+    from cuda.bindings import driver
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    error, ordinal = driver.cuPointerGetAttribute(attribute, view.address)
+    if int(error):
+        raise ValueError(f"{view.name} must be in device memory, got address {view.address:#x} ({error.name})")
+    return int(ordinal)
+
+
+def num_multiprocessors() -> int:
+    """Streaming multiprocessors of the current device."""
+    return 1 if SIMULATED else cuda.get_current_device().MULTIPROCESSOR_COUNT
+
+
+# --------------------------------------------------------------------------------------------------------------- streams
+
+
+def stream_handle(stream: Any, library: str) -> int:
+    """The CUstream to work on.
+
+    Parameters
+    ----------
+    stream : None, int, or a stream of torch, CuPy, numba or cuda.core
+        None: the current stream of `library` on the current device, numba's default stream where it has none.
+    library : str
+        As `ArrayView.library`.
+
+    Raises
+    ------
+    TypeError
+        If it is no stream.
+    """
+    if SIMULATED:
+        return 0
+    if stream is None:
+        if library == "torch":
+            return int(sys.modules["torch"].cuda.current_stream(cuda.current_context().device.id).cuda_stream)
+        if library == "cupy":
+            return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+        return int(cuda.default_stream().handle)
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        protocol = stream.__cuda_stream__
+        return int((protocol() if callable(protocol) else protocol)[1])
+    for attribute in ("cuda_stream", "ptr", "handle"):
+        if hasattr(stream, attribute):
+            return int(getattr(stream, attribute))
+    raise TypeError(f"stream must be None, an int or a stream of torch, CuPy, numba or cuda.core, got {type(stream).__name__}")
+
+
+def is_capturing(handle: int) -> bool:
+    """Whether the stream is being captured into a CUDA graph."""
+    if SIMULATED:
+        return False
+    from cuda.bindings import driver
+    error, status = driver.cuStreamIsCapturing(handle)
+    return bool(int(error) == 0 and int(status) != int(driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE))
+
+
+def wait_for_producers(views: list[ArrayView], handle: int) -> None:
+    """Orders the stream behind the streams on which the views' producers may still be writing; the host does not wait."""
+    if SIMULATED:
+        return
+    producers = {view.stream for view in views if view.stream is not None} - {handle} - ({1} if handle == 0 else set())
+    for producer in producers:
+        event = cuda.event(timing=False)
+        event.record(cuda.external_stream(producer))
+        event.wait(cuda.external_stream(handle) if handle else cuda.default_stream())
+
+
+# ---------------------------------------------------------------------------------------------------------------- memory
+
+
+class Memory:
+    """Device memory, ordered with one stream, from the library that the caller's arrays came from.
+
+    Parameters
+    ----------
+    library : str
+        As `ArrayView.library`; memory comes from torch or CuPy where the arrays did, from numba otherwise.
+    handle : int
+        The stream on which the memory is used.
+    """
+
+    def __init__(self, library: str, handle: int) -> None:
+        self.library = library if library in ("torch", "cupy") and not SIMULATED else "numba"
+        self.handle = handle
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """An uninitialised C-contiguous array of the caller's library, float32, int32 or uint64."""
+        if self.library == "torch":
+            torch = importlib.import_module("torch")
+            device = torch.device("cuda", cuda.current_context().device.id)
+            with torch.cuda.stream(torch.cuda.ExternalStream(self.handle, device)):
+                return torch.empty(shape, dtype=torch.int64 if dtype == "uint64" else getattr(torch, dtype), device=device)
+        if self.library == "cupy":
+            cupy = importlib.import_module("cupy")
+            with cupy.cuda.ExternalStream(self.handle):
+                return cupy.empty(shape, dtype)
+        return cuda.device_array(shape, dtype)
+
+    def upload(self, view: ArrayView) -> Any:
+        """A contiguous copy of a host array on the device, in stream order."""
+        array = np.ascontiguousarray(view.numpy())
+        if SIMULATED or array.size == 0:
+            return cuda.to_device(array)
+        return cuda.to_device(array, stream=numba_stream(self.handle))
+
+
+def numba_stream(handle: int) -> Any:
+    """numba's object for a CUstream."""
+    return cuda.external_stream(handle) if handle else cuda.default_stream()
+
+
+def kernel_array(array: Any, dtype: str | None = None) -> Any:
+    """A device array as the kernels take it: numba's, zero copy, optionally with its items read as `dtype` of the same size."""
+    view = describe("array", array)
+    if dtype is not None:
+        view = view.sliced(axes=tuple(range(len(view.shape))), dtype=dtype)
+    if SIMULATED:
+        from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+        return FakeCUDAArray(np.asarray(_HostInterface(view)) if view.size else np.empty(view.shape, view.dtype))
+    if view.size == 0:
+        return cuda.device_array(view.shape, view.dtype)
+    return cuda.from_cuda_array_interface(view.__cuda_array_interface__, owner=view.owner, sync=False)
+
+
+class _HostInterface:
+    """The simulator's device memory is host memory: the same interface under the host's name."""
+
+    def __init__(self, view: ArrayView) -> None:
+        interface = {**view.__cuda_array_interface__}
+        del interface["stream"]
+        self.__array_interface__ = interface
+        self.owner = view.owner
+
+
+# ----------------------------------------------------------------------------------------------------------- compilation
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel as it is compiled everywhere: by the package for the current device, by the tests for every target.
+
+    Attributes
+    ----------
+    function : callable
+        The Python function.
+    signature : tuple of numba types
+        Explicit, so that a Python int never makes a second, 64-bit specialisation.
+    threads : int
+        Threads per block, a launch bound.
+    """
+
+    function: Callable[..., None]
+    signature: tuple[Any, ...]
+    threads: int
+
+    def launch(self, num_blocks: int, handle: int, *args: Any) -> None:
+        """Enqueues `num_blocks` blocks on the stream; arrays as `kernel_array` gives them."""
+        if not 0 < num_blocks <= MAX_GRID:
+            raise ValueError(f"a launch takes 1 to {MAX_GRID} blocks, got {num_blocks}")
+        if SIMULATED:
+            _simulated(self)[num_blocks, self.threads](*args)
+            return
+        from cuda.core import Stream
+        compiled = _compiled(self, tuple(cuda.get_current_device().compute_capability))
+        compiled.launch(args, (num_blocks, 1, 1), (self.threads, 1, 1), Stream.from_handle(handle))
+
+
+@functools.lru_cache(maxsize=None)
+def _simulated(kernel: Kernel) -> Any:
+    return cuda.jit(kernel.function)
+
+
+@functools.lru_cache(maxsize=None)
+def _compiled(kernel: Kernel, capability: tuple[int, int]) -> Any:
+    """The compiled kernel for a compute capability. Launched directly: its arguments need no type inference, and a strided array
+    and a contiguous one run the same machine code."""
+    dispatcher = cuda.jit([kernel.signature], launch_bounds=kernel.threads)(kernel.function)
+    return dispatcher.overloads[kernel.signature]
