@@ -82,8 +82,8 @@ def mla_indexer_ragged_float8_paged(
     NoDeviceError
         If there is no GPU.
     """
-    call = check_call(q, q_s, input_row_offsets, k_collection, layer_idx, mask=mask, kpool=kpool, arithmetic=arithmetic, top_k=top_k,
-                      scores_budget_bytes=scores_budget_bytes, order=order, out=out, out_scores=out_scores)
+    call = check_call(q, q_s, input_row_offsets, k_collection, layer_idx, mask=mask, kpool=kpool, arithmetic=arithmetic,
+                      top_k=top_k, scores_budget_bytes=scores_budget_bytes, order=order, out=out, out_scores=out_scores)
     with on_device_of(_views(call)):
         work = _Work(call, stream)
         shape = (call.num_tokens, call.top_k)

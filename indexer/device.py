@@ -240,12 +240,12 @@ class Kernel:
         compiled.launch(args, (num_blocks, 1, 1), (self.threads, 1, 1), Stream.from_handle(handle))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _simulated(kernel: Kernel) -> Any:
     return cuda.jit(kernel.function)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _compiled(kernel: Kernel, capability: tuple[int, int]) -> Any:
     """The compiled kernel for a compute capability. Launched directly: its arguments need no type inference, and a strided array
     and a contiguous one run the same machine code."""

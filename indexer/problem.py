@@ -539,7 +539,7 @@ def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, laye
 def _check_metadata(cache: PagedKeyCache, offsets: ArrayView, lengths: ArrayView, table: ArrayView, num_tokens: int,
                     num_blocks: int, page_size: int, kpool: int) -> int:
     """Checks the contents of the metadata that is on the host, as far as it is; returns the width W of the score matrix."""
-    num_requests, max_pages = table.shape
+    max_pages = table.shape[1]
     new_tokens = cached = None
     if not offsets.on_device:
         at = offsets.numpy().astype(np.int64)
@@ -586,4 +586,5 @@ def _check_metadata(cache: PagedKeyCache, offsets: ArrayView, lengths: ArrayView
 def _check_bound(bound: int | None, name: str, lengths: np.ndarray, kind: str) -> None:
     if bound is not None and np.any(lengths > bound):
         b = int(np.argmax(lengths))
-        raise ValueError(f"{name} must be at least the {kind} tokens of every request, got {bound} for the {lengths[b]} of request {b}")
+        raise ValueError(f"{name} must be at least the {kind} tokens of every request, got {bound} for the {lengths[b]} of "
+                         f"request {b}")

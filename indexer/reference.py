@@ -67,8 +67,9 @@ def mla_indexer_ragged_float8_paged(
     TypeError, ValueError
         See `indexer.problem.check_call`; nothing is written before an error.
     """
-    call = check_call(q, q_s, input_row_offsets, k_collection, layer_idx, mask=mask, kpool=kpool, arithmetic=arithmetic, top_k=top_k,
-                      scores_budget_bytes=scores_budget_bytes, order=order, out=out, out_scores=out_scores, host_only=True)
+    call = check_call(q, q_s, input_row_offsets, k_collection, layer_idx, mask=mask, kpool=kpool, arithmetic=arithmetic,
+                      top_k=top_k, scores_budget_bytes=scores_budget_bytes, order=order, out=out, out_scores=out_scores,
+                      host_only=True)
     if out is None:
         out = np.empty((call.num_tokens, call.top_k), np.int32)
     num_rows = call.rows_per_chunk

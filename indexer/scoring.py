@@ -116,12 +116,13 @@ SIGNATURE = (
 )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def exact_scorer(tile: ScoreTile) -> Kernel:
     """The scoring kernel for a tile.
 
     ``scores[row, key] = key_scale[key] * sum_h(relu(sum_d q[h, d] * k[key, d]) * q_s[h])`` of token ``first_row + row``, for key <
-    the row's candidates; nothing else is written. Block ``row * num_splits + split`` takes every `num_splits`-th key tile of its row.
+    the row's candidates; nothing else is written. Block ``row * num_splits + split`` takes every `num_splits`-th key tile of its
+    row.
     """
     HEADS, BLOCK_KV, BLOCK_D, KEYS = tile.heads, tile.block_kv, tile.block_d, tile.keys_per_thread
     THREADS, GROUPS = tile.threads, tile.heads // NUM_CHAINS
