@@ -168,6 +168,8 @@ def _contents(rng: np.random.Generator, regime: str, q_shape: tuple[int, ...], k
         q[nan[q] & (rng.random(q_shape) < 0.99)] = 1          # NaN bytes stay, but not in every row
         keys[nan[keys] & (rng.random(key_shape) < 0.99)] = 1
         scales = rng.integers(0, 2**32, key_shape[:3], np.uint32).view(np.float32)
+        any_bits = rng.integers(0, 2**32, q_s.shape, np.uint32).view(np.float32)
+        q_s = np.where(rng.random(q_s.shape) < 0.05, any_bits, q_s)       # NaN, infinite and denormal weights
     elif regime == "few-distinct":
         q, keys = encode(rng.integers(-1, 2, q_shape).astype(np.float32)), np.zeros(key_shape, np.uint8)
         keys[..., :1] = encode(rng.integers(-1, 2, (*key_shape[:3], 1)).astype(np.float32))
@@ -200,11 +202,11 @@ def _contents(rng: np.random.Generator, regime: str, q_shape: tuple[int, ...], k
 
 
 def random_batch(rng: np.random.Generator, *, max_new: int = 40, max_cached: int = 600, max_requests: int = 6,
-                 heads: tuple[int, ...] = (1, 3, 4, 8, 16, 32, 64, 100), depths: tuple[int, ...] = (4, 16, 20, 32, 64, 128),
+                 heads: tuple[int, ...] = (1, 3, 4, 8, 16, 32, 64, 100), depths: tuple[int, ...] = (4, 16, 20, 32, 64, 128, 200),
                  pages: tuple[int, ...] = (1, 3, 16, 64), top_ks: tuple[int, ...] = (1, 7, 64, 256, 700, 2048)) -> Batch:
-    """A batch with everything drawn: lengths (empty requests too), dimensions, mask, pooling, layers, layout, order, budget,
-    bounds, regime."""
-    num_requests = int(rng.integers(1, max_requests + 1))
+    """A batch with everything drawn: lengths (empty requests, and none at all), dimensions, mask, pooling, layers, layout, shared
+    blocks, order, budget, bounds, regime."""
+    num_requests = int(rng.integers(1, max_requests + 1)) if rng.random() < 0.98 else 0
     new_tokens = [int(n) for n in rng.integers(0, max_new + 1, num_requests) * (rng.random(num_requests) < 0.8)]
     if rng.random() < 0.5:                                    # decode
         new_tokens = [min(n, int(rng.integers(1, 4))) for n in new_tokens]
@@ -222,6 +224,10 @@ def random_batch(rng: np.random.Generator, *, max_new: int = 40, max_cached: int
     fused = page_size * head_dim % 4 == 0 and bool(rng.random() < 0.4)
     budget = int(rng.choice([1, 4000, 100_000, 512 * 2**20]))
     bounded = rng.random() < 0.5
+    if num_requests > 1 and rng.random() < 0.3:               # a request reads the pages of a longer one
+        cache_rows = (batch.new_tokens + batch.cache_lengths.astype(np.int64)) // kpool * (batch.new_tokens > 0)
+        longest = int(np.argmax(cache_rows))
+        batch.lookup_table[int(rng.integers(num_requests))] = batch.lookup_table[longest]
     return replace(batch, fused=fused, scores_budget_bytes=budget,
-                   max_prompt_length=max(new_tokens) + int(rng.integers(1000)) if bounded else None,
-                   max_context_length=max(cached) + int(rng.integers(10_000)) if bounded else None)
+                   max_prompt_length=max(new_tokens, default=0) + int(rng.integers(1000)) if bounded else None,
+                   max_context_length=max(cached, default=0) + int(rng.integers(10_000)) if bounded else None)

@@ -17,6 +17,7 @@ from .device import (
     MAX_GRID,
     Kernel,
     Memory,
+    copy_to_host,
     is_capturing,
     kernel_array,
     num_multiprocessors,
@@ -239,7 +240,7 @@ class _Work:
         """What the caller gets of a device array: itself, or a host array in which it has been copied."""
         if self.call.q.on_device:
             return array
-        host = kernel_array(array).copy_to_host(**({} if scoring.SIMULATED else {"stream": 0}))
+        host = copy_to_host(array, self.handle)
         if view is not None:
             view.numpy()[...] = host
             return view.owner

@@ -179,6 +179,16 @@ class Memory:
         return cuda.to_device(array, stream=numba_stream(self.handle))
 
 
+def copy_to_host(array: Any, handle: int) -> np.ndarray:
+    """A host copy of a device array, taken in stream order; returns when it is complete."""
+    if SIMULATED:
+        return kernel_array(array).copy_to_host()
+    stream = numba_stream(handle)
+    host = kernel_array(array).copy_to_host(stream=stream)
+    stream.synchronize()
+    return host
+
+
 def numba_stream(handle: int) -> Any:
     """numba's object for a CUstream."""
     return cuda.external_stream(handle) if handle else cuda.default_stream()
@@ -221,12 +231,18 @@ class Kernel:
     signature : tuple of numba types
         Explicit, so that a Python int never makes a second, 64-bit specialisation.
     threads : int
-        Threads per block, a launch bound.
+        Threads per block.
     """
 
     function: Callable[..., None]
     signature: tuple[Any, ...]
     threads: int
+
+    @property
+    def launch_bounds(self) -> tuple[int, int]:
+        """Threads per block and blocks per multiprocessor: room for three blocks. Without the second bound, ptxas picks an
+        occupancy of its own and spills to reach it."""
+        return self.threads, 3
 
     def launch(self, num_blocks: int, handle: int, *args: Any) -> None:
         """Enqueues `num_blocks` blocks on the stream; arrays as `kernel_array` gives them."""
@@ -249,5 +265,5 @@ def _simulated(kernel: Kernel) -> Any:
 def _compiled(kernel: Kernel, capability: tuple[int, int]) -> Any:
     """The compiled kernel for a compute capability. Launched directly: its arguments need no type inference, and a strided array
     and a contiguous one run the same machine code."""
-    dispatcher = cuda.jit([kernel.signature], launch_bounds=kernel.threads)(kernel.function)
+    dispatcher = cuda.jit([kernel.signature], launch_bounds=kernel.launch_bounds)(kernel.function)
     return dispatcher.overloads[kernel.signature]

@@ -324,8 +324,7 @@ class PagedKeyCache:
         _require_shape(table_view, "[B, max_pages]", (length_view.shape[0], None))
         _require_layout(table_view)
 
-        self.blocks, self.scales = blocks, scales
-        self.cache_lengths, self.lookup_table = cache_lengths, lookup_table
+        self._arrays = blocks, scales, cache_lengths, lookup_table
         self.max_prompt_length = None if max_prompt_length is None else integer("max_prompt_length", max_prompt_length, 0)
         self.max_context_length = None if max_context_length is None else integer("max_context_length", max_context_length, 0)
         self._views = block_view, scale_view, length_view, table_view
@@ -375,6 +374,26 @@ class PagedKeyCache:
                                                           ("scales", page_size * head_dim, 1, 4, 4, "float32")))
         return cls(blocks, scales, cache_lengths, lookup_table, max_prompt_length=max_prompt_length,
                    max_context_length=max_context_length, fp8_dtype="float8_e4m3fn" if fp8_dtype is None else fp8_dtype)
+
+    @property
+    def blocks(self) -> Any:
+        """Key rows as given, [num_blocks, 1, L, P, 1, D]."""
+        return self._arrays[0]
+
+    @property
+    def scales(self) -> Any:
+        """Key scales as given, [num_blocks, 1, L, P, 1, 1]."""
+        return self._arrays[1]
+
+    @property
+    def cache_lengths(self) -> Any:
+        """Cached tokens as given, [B]."""
+        return self._arrays[2]
+
+    @property
+    def lookup_table(self) -> Any:
+        """Block ids as given, [B, max_pages]."""
+        return self._arrays[3]
 
     def __repr__(self) -> str:
         num_blocks, _, num_layers, page_size, _, head_dim = self._views[0].shape

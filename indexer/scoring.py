@@ -55,8 +55,9 @@ class ScoreTile:
 
     @property
     def shared_bytes(self) -> int:
+        """Shared memory of a block: both operand tiles, decoded bytes, chain sums, three words per key, one flag per head."""
         operands = 4 * self.block_d * (self.heads + self.block_kv)
-        return operands + 4 * (256 + NUM_CHAINS * self.block_kv + 4 * self.block_kv + self.heads)
+        return operands + 4 * (256 + NUM_CHAINS * self.block_kv + 3 * self.block_kv + self.heads)
 
 
 def score_tile(num_heads: int) -> ScoreTile:

@@ -1,0 +1,318 @@
+"""What only a real GPU shows: real sizes, arrays of other libraries, streams, capture, and metadata on the device."""
+import numpy as np
+import pytest
+from assertions import assert_same_bits
+from numba import cuda
+
+import indexer
+from indexer import reference
+from indexer.batches import UNUSED_ID, make_batch, random_batch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.kernels]
+
+SELECT, ORACLE = indexer.mla_indexer_ragged_float8_paged, reference.mla_indexer_ragged_float8_paged
+
+
+def to_numba(array):
+    return cuda.to_device(array.view(np.uint8) if array.dtype.name.startswith("float8") else array)
+
+
+def to_torch(array, device="cuda"):
+    torch = pytest.importorskip("torch")
+    if array.dtype.name.startswith("float8"):
+        return torch.from_numpy(array.view(np.uint8)).to(device).view(getattr(torch, array.dtype.name))
+    return torch.from_numpy(array.view(np.int32) if array.dtype == np.uint32 else array).to(device)
+
+
+def to_cupy(array):
+    cupy = pytest.importorskip("cupy")
+    return cupy.asarray(array.view(np.uint8) if array.dtype.name.startswith("float8") else array)
+
+
+def to_host(array):
+    for method in ("copy_to_host", "get"):
+        if hasattr(array, method):
+            return getattr(array, method)()
+    return array.cpu().numpy() if hasattr(array, "cpu") else np.asarray(array)
+
+
+def small(seed=0, **options):
+    """A ragged batch: decode, a prefill chunk, an empty request."""
+    options = {"num_heads": 64, "top_k": 64, **options}
+    return make_batch(np.random.default_rng(seed), new_tokens=[1, 40, 0, 3], cached=[900, 300, 7, 0], **options)
+
+
+# ------------------------------------------------------------------------------------------------------------- real sizes
+
+
+@pytest.mark.parametrize("kpool", [1, 4])
+def test_a_real_sized_batch_equals_the_oracle(kpool):
+    """512 tokens of 4 requests with up to 32,768 cached keys, 64 heads, top_k 2048, causal: indices and scores."""
+    batch = make_batch(np.random.default_rng(kpool), new_tokens=[300, 1, 211, 0], cached=[32468, 32767, 12000, 500], kpool=kpool,
+                       num_heads=64, head_dim=128, top_k=2048, order="score", scores_budget_bytes=16 * 2**20)
+    want_scores = np.empty((512, 2048), np.float32)
+    want = batch.select(ORACLE, out_scores=want_scores)
+    out, out_scores = to_numba(np.full(want.shape, 0x7FFFFFFF, np.int32)), to_numba(np.full(want.shape, np.nan, np.float32))
+    batch.select(SELECT, to_numba, out=out, out_scores=out_scores)
+    assert_same_bits(to_host(out), want)
+    assert_same_bits(to_host(out_scores), want_scores)
+    assert_same_bits(to_host(batch.select(SELECT, to_numba, order="index")), np.sort(want.view(np.uint32)).view(np.int32))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_batches_with_device_metadata(seed):
+    """Lengths, offsets and table are not read back: W comes from the bounds, and nothing else changes."""
+    batch = random_batch(np.random.default_rng([11, seed]))
+    want = batch.score(reference.index_scores)
+    got = to_host(batch.score(indexer.index_scores, to_numba))
+    assert_same_bits(got[:, :want.shape[1]], want)
+    assert (got[:, want.shape[1]:] == -np.inf).all()
+    assert_same_bits(to_host(batch.select(SELECT, to_numba)), batch.select(ORACLE))
+
+
+@pytest.mark.parametrize("num_keys", [1000, 100_000, 1_000_000])
+@pytest.mark.parametrize("regime", ["one-bin", "all-ties", "relu-plateau", "nan-laced"])
+def test_long_rows(regime, num_keys):
+    batch = make_batch(np.random.default_rng(1), new_tokens=[2], cached=[num_keys - 2], num_heads=1, head_dim=4, regime=regime,
+                       top_k=2048, order="score")
+    assert_same_bits(batch.select(SELECT), batch.select(ORACLE))
+
+
+@pytest.mark.parametrize("top_k", [1, 4096, 10_000])
+def test_any_top_k(top_k):
+    batch = make_batch(np.random.default_rng(2), new_tokens=[3], cached=[9000], num_heads=4, head_dim=16, top_k=top_k,
+                       order="score")
+    assert_same_bits(batch.select(SELECT), batch.select(ORACLE))
+
+
+def test_more_rows_than_a_grid_dimension_holds():
+    """65,537 tokens of one request that sees three pooled rows, and 65,537 requests of one token."""
+    one = make_batch(np.random.default_rng(3), new_tokens=[65_537], cached=[0], num_heads=1, head_dim=4, page_size=4, kpool=20_000,
+                     mask="null", top_k=2)
+    assert_same_bits(one.select(SELECT), one.select(ORACLE))
+    many = make_batch(np.random.default_rng(3), new_tokens=[1] * 65_537, cached=[2] * 65_537, num_heads=1, head_dim=4, page_size=4,
+                      top_k=2)
+    got = many.select(SELECT)
+    for b in range(0, 65_537, 512):
+        cache = indexer.PagedKeyCache(many.blocks, many.scales, many.cache_lengths[b:b + 1], many.lookup_table[b:b + 1])
+        assert_same_bits(got[b:b + 1], ORACLE(many.q[b:b + 1], many.q_s[b:b + 1], np.uint32([0, 1]), cache, top_k=2))
+
+
+# ------------------------------------------------------------------------------------------------------ libraries, streams
+
+
+@pytest.mark.parametrize("order", ["index", "score"])
+def test_torch_tensors(order):
+    torch = pytest.importorskip("torch")
+    batch = small(order=order)
+    out_scores = torch.full((batch.num_tokens, batch.top_k), torch.nan, device="cuda")
+    got = batch.select(SELECT, to_torch, out_scores=out_scores)
+    want_scores = np.empty(out_scores.shape, np.float32)
+    want = batch.select(ORACLE, out_scores=want_scores)
+    assert isinstance(got, torch.Tensor)
+    assert got.is_cuda
+    assert_same_bits(to_host(got), want)
+    assert_same_bits(to_host(out_scores), want_scores)
+
+
+def test_torch_tensors_on_the_host():
+    torch = pytest.importorskip("torch")
+    batch = small()
+    got = batch.select(SELECT, lambda array: to_torch(array, "cpu"))
+    assert isinstance(got, torch.Tensor)
+    assert not got.is_cuda
+    assert_same_bits(got.numpy(), batch.select(ORACLE))
+
+
+def test_cupy_arrays():
+    cupy = pytest.importorskip("cupy")
+    batch = small()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        arguments = batch.arguments(to_cupy)
+        got = SELECT(*arguments, top_k=batch.top_k)
+        stream.synchronize()
+    assert isinstance(got, cupy.ndarray)
+    assert_same_bits(got.get(), batch.select(ORACLE))
+
+
+def test_fused_torch_pages():
+    batch = small(page_size=64)
+    cache = indexer.PagedKeyCache.from_fused(*map(to_torch, (batch.fused_pages, batch.cache_lengths, batch.lookup_table)))
+    got = SELECT(to_torch(batch.q), to_torch(batch.q_s), to_torch(batch.input_row_offsets), cache, top_k=batch.top_k)
+    assert_same_bits(to_host(got), batch.select(ORACLE))
+
+
+def test_work_follows_the_current_and_the_given_stream():
+    """Inputs that a long-running kernel on the same stream has still to produce are waited for; the host is not held up."""
+    torch = pytest.importorskip("torch")
+    batch = small()
+    want = batch.select(ORACLE)
+    q, *others = batch.arguments(to_torch)
+    for given in (False, True):
+        stream = torch.cuda.Stream()
+        late = torch.zeros_like(q.view(torch.uint8))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)
+            late.copy_(q.view(torch.uint8))
+        if given:
+            got = SELECT(late, *others, top_k=batch.top_k, stream=stream)
+        else:
+            with torch.cuda.stream(stream):
+                got = SELECT(late, *others, top_k=batch.top_k)
+        assert not stream.query()
+        stream.synchronize()
+        assert_same_bits(to_host(got), want)
+
+
+def test_a_producer_on_another_stream_is_waited_for():
+    """numba arrays name their stream in the array interface."""
+    torch = pytest.importorskip("torch")
+    batch = small()
+    q, *others = batch.arguments(to_numba)
+    producer, consumer = torch.cuda.Stream(), torch.cuda.Stream()
+    late = torch.zeros(q.shape, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(producer):
+        torch.cuda._sleep(200_000_000)
+        late.copy_(torch.as_tensor(q, device="cuda"))
+    named = cuda.as_cuda_array(late, sync=False)
+    named.stream = cuda.external_stream(producer.cuda_stream)
+    got = SELECT(named, *others, top_k=batch.top_k, stream=consumer)
+    consumer.synchronize()
+    assert_same_bits(to_host(got), batch.select(ORACLE))
+
+
+def test_capture_into_a_graph():
+    torch = pytest.importorskip("torch")
+    batch = small()
+    arguments = batch.arguments(to_torch)
+    out = torch.empty((batch.num_tokens, batch.top_k), dtype=torch.int32, device="cuda")
+    SELECT(*arguments, top_k=batch.top_k, out=out)                      # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        SELECT(*arguments, top_k=batch.top_k, out=out)
+    out.fill_(-7)
+    graph.replay()
+    assert_same_bits(to_host(out), batch.select(ORACLE))
+
+
+@pytest.mark.parametrize("which", [2, 3])
+def test_host_metadata_is_refused_during_capture(which):
+    torch = pytest.importorskip("torch")
+    batch = small()
+    arguments = list(batch.arguments(to_torch))
+    SELECT(*arguments, top_k=batch.top_k)
+    if which == 2:
+        arguments[2] = batch.input_row_offsets
+    else:
+        arguments[3] = indexer.PagedKeyCache(to_torch(batch.blocks), to_torch(batch.scales), batch.cache_lengths,
+                                             to_torch(batch.lookup_table))
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(ValueError, match="must be on the device during stream capture"):
+        SELECT(*arguments, top_k=batch.top_k)
+
+
+@pytest.mark.parametrize("which", ["input_row_offsets", "cache_lengths", "lookup_table"])
+def test_host_metadata_with_device_data(which):
+    batch = small()
+    on_host = {id(getattr(batch, which))}
+    got = batch.select(SELECT, lambda array: array if id(array) in on_host else to_numba(array))
+    assert_same_bits(to_host(got), batch.select(ORACLE))
+
+
+def test_mixed_places_are_refused():
+    batch = small()
+    q, q_s, offsets, cache, layer = batch.arguments(to_numba)
+    with pytest.raises(ValueError, match="q_s must be on a device as q is, got an array on the host"):
+        SELECT(q, batch.q_s, offsets, cache, layer, top_k=4)
+    with pytest.raises(ValueError, match="out must be on a device as q is"):
+        SELECT(q, q_s, offsets, cache, layer, top_k=4, out=np.empty((batch.num_tokens, 4), np.int32))
+    with pytest.raises(ValueError, match="must be on the host as q is"):
+        SELECT(batch.q, batch.q_s, offsets, cache, layer, top_k=4)
+    with pytest.raises(TypeError, match="q must be a NumPy array"):
+        ORACLE(q, q_s, offsets, cache, layer, top_k=4)
+    with pytest.raises(TypeError, match="stream must be"):
+        SELECT(q, q_s, offsets, cache, layer, top_k=4, stream="0")
+
+
+def test_wgmma_is_refused_while_it_has_no_kernel():
+    with pytest.raises(ValueError, match='arithmetic "wgmma"'):
+        small().select(SELECT, arithmetic="wgmma")
+
+
+# ------------------------------------------------------------------------------------------- hostile metadata on the device
+
+
+def guarded(array, guard=4096):
+    """The array on the device between two guard zones, and a check that these are as they were."""
+    raw = np.full(array.nbytes + 2 * guard, 0xA5, np.uint8)
+    raw[guard:guard + array.nbytes] = array.reshape(-1).view(np.uint8)
+    memory = cuda.to_device(raw)
+
+    def check():
+        after = memory.copy_to_host()
+        assert (after[:guard] == 0xA5).all()
+        assert (after[guard + array.nbytes:] == 0xA5).all()
+
+    dtype = np.uint8 if array.dtype.name.startswith("float8") else array.dtype
+    return memory[guard:guard + array.nbytes].view(dtype).reshape(array.shape), check
+
+
+def hostile_call(batch, order, **changed):
+    """Calls the kernels with some metadata replaced, everything on the device between guard zones; returns the indices."""
+    arrays, checks = {}, []
+    for name in ("q", "q_s", "input_row_offsets", "blocks", "scales", "cache_lengths", "lookup_table"):
+        arrays[name], check = guarded(changed.get(name, getattr(batch, name)))
+        checks.append(check)
+    out, check = guarded(np.full((batch.num_tokens, batch.top_k), 0x7FFFFFFF, np.int32))
+    checks.append(check)
+    cache = indexer.PagedKeyCache(arrays["blocks"], arrays["scales"], arrays["cache_lengths"], arrays["lookup_table"])
+    SELECT(arrays["q"], arrays["q_s"], arrays["input_row_offsets"], cache, top_k=batch.top_k, order=order, out=out)
+    for check in checks:
+        check()
+    return out.copy_to_host()
+
+
+def assert_lawful(rows, width):
+    assert ((rows >= -1) & (rows < width)).all()
+
+
+@pytest.mark.parametrize("order", ["index", "score"])
+@pytest.mark.parametrize("value", [2**31 - 1, 2**31, 2**32 - 1, 2**32 - 1000])
+def test_bad_lengths_and_page_ids_stay_with_their_request(value, order):
+    batch = small(head_dim=32)
+    width = batch.lookup_table.shape[1] * batch.blocks.shape[3]
+    want = batch.select(ORACLE, order=order)
+    others = np.r_[0:1, 41:44]
+    for name, index in (("cache_lengths", 1), ("lookup_table", (1, 0)), ("lookup_table", (1, slice(None)))):
+        bad = getattr(batch, name).copy()
+        bad[index] = value
+        got = hostile_call(batch, order, **{name: bad})
+        assert_lawful(got, width)
+        assert_same_bits(got[others], want[others], f"{name} = {value}")
+
+
+def test_negative_lengths_give_empty_rows():
+    batch = small(head_dim=32, metadata_dtype="int32")
+    lengths = batch.cache_lengths.copy()
+    lengths[0], lengths[1] = -900, -2**31
+    got = hostile_call(batch, "index", cache_lengths=lengths)
+    assert (got[:41] == -1).all()
+    assert_same_bits(got[41:], batch.select(ORACLE)[41:])
+
+
+@pytest.mark.parametrize("offsets", [
+    [0, 0, 0, 0, 0], [44, 41, 41, 1, 0], [0, 2**32 - 1, 3, 2**31, 44], [2**32 - 1] * 5, [7, 7, 7, 7, 7], [0, 1, 41, 41, 10**9]])
+def test_bad_offsets_stay_inside_the_arrays(offsets):
+    batch = small(head_dim=32)
+    width = batch.lookup_table.shape[1] * batch.blocks.shape[3]
+    for order in ("index", "score"):
+        assert_lawful(hostile_call(batch, order, input_row_offsets=np.array(offsets, np.uint64).astype(np.uint32)), width)
+
+
+def test_a_table_too_narrow_stays_inside_the_arrays():
+    batch = small(head_dim=32)
+    got = hostile_call(batch, "index", lookup_table=np.ascontiguousarray(batch.lookup_table[:, :3]))
+    assert_lawful(got, 3 * 64)
+    assert (batch.lookup_table[3] == UNUSED_ID).sum() >= 1
+    assert_same_bits(got[41:], batch.select(ORACLE)[41:])

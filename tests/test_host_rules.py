@@ -1,0 +1,206 @@
+"""Rules that need no GPU: plans, tiles, byte codes, the order of score bits, array views."""
+import ml_dtypes
+import numpy as np
+import pytest
+from assertions import assert_same_bits
+
+from indexer import scoring, selection
+from indexer.batches import make_batch
+from indexer.cuda_kernels import Plan
+from indexer.device import MAX_GRID, SIMULATED, Kernel
+from indexer.problem import FP8_DTYPES, ArrayView, check_call, decode_table, describe, fp8_name
+
+decode = scoring.decode.fn if SIMULATED else scoring.decode.py_func
+
+
+def plan_of(num_multiprocessors=132, with_scores=False, **options):
+    options = {"new_tokens": [8], "cached": [992], "num_heads": 64, "head_dim": 32, "page_size": 64, "top_k": 100, **options}
+    batch = make_batch(np.random.default_rng(0), **options)
+    call = check_call(*batch.arguments(), mask=batch.mask, kpool=batch.kpool, arithmetic="exact", top_k=batch.top_k,
+                      order=batch.order, scores_budget_bytes=batch.scores_budget_bytes)
+    return Plan.of(call, num_multiprocessors, with_scores=with_scores)
+
+
+# ------------------------------------------------------------------------------------------------------------------ plans
+
+
+@pytest.mark.parametrize(("budget", "rows"), [
+    (1, 1),                       # one row, whatever it takes
+    (4 * 1000, 1), (8 * 1000 - 1, 1), (8 * 1000, 2),
+    (7 * 4000 + 3999, 7), (8 * 4000, 8), (2**40, 8),
+])
+def test_the_score_matrix_stays_within_the_budget_or_one_row(budget, rows):
+    plan = plan_of(scores_budget_bytes=budget)
+    assert plan.width == 1000
+    assert plan.rows_per_chunk == rows
+    assert plan.scores_bytes == 4 * 1000 * rows <= max(budget, 4 * 1000)
+
+
+def test_chunks_cover_every_row_once():
+    assert plan_of(scores_budget_bytes=3 * 4000).chunks(8) == [(0, 3), (3, 6), (6, 8)]
+    assert plan_of().chunks(8) == [(0, 8)]
+
+
+def test_rows_need_no_scores_only_where_all_are_selected_and_nobody_asks():
+    assert plan_of().skip_up_to == 100
+    assert plan_of(top_k=5000).skip_up_to == 1000
+    assert plan_of(with_scores=True).skip_up_to == 0
+    assert plan_of(order="score").skip_up_to == 0
+
+
+def test_sort_scratch_is_bounded_by_top_k():
+    assert plan_of().rank_width == plan_of().rank_bytes == 0
+    assert plan_of(order="score").rank_width == 128
+    assert plan_of(order="score", top_k=128).rank_width == 128
+    assert plan_of(order="score", top_k=10**9).rank_width == 1024          # of 1000 candidates
+    assert plan_of(order="score").rank_bytes == 8 * 8 * 128 <= 2 * 8 * (8 * 100)
+
+
+def test_a_width_of_zero_has_a_plan():
+    plan = plan_of(new_tokens=[3], cached=[0], kpool=4, order="score")
+    assert (plan.width, plan.num_splits, plan.rank_width) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(("rows", "tiles", "multiprocessors", "splits"), [
+    (1, 2048, 132, 1056), (1, 5, 132, 5), (8, 512, 132, 132), (4096, 512, 132, 1), (1056, 512, 132, 1), (1055, 512, 132, 2)])
+def test_splits_fill_the_gpu_and_no_more(rows, tiles, multiprocessors, splits):
+    assert scoring.splits_per_row(rows, tiles, multiprocessors) == splits
+
+
+def test_launches_stay_within_the_grid():
+    kernel = Kernel(lambda: None, (), 32)
+    for blocks in (0, -1, MAX_GRID + 1):
+        with pytest.raises(ValueError, match=f"got {blocks}"):
+            kernel.launch(blocks, 0)
+
+
+# ----------------------------------------------------------------------------------------------------------------- tiles
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator has small tiles of its own")
+@pytest.mark.parametrize(("num_heads", "heads"), [
+    (1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (128, 64)])
+def test_a_tile_takes_all_heads_in_the_fewest_passes(num_heads, heads):
+    tile = scoring.score_tile(num_heads)
+    assert tile.heads == heads
+    assert tile.threads == 128
+    assert tile.shared_bytes <= 48 * 1024
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator has small tiles of its own")
+def test_shared_memory_of_a_tile():
+    # two operand tiles of 64 x 64 int32, 256 decoded bytes, 8 x 64 sums, 3 x 64 key words, 64 head flags: 36,864 bytes
+    assert scoring.score_tile(64).shared_bytes == 4 * (2 * 64 * 64 + 256 + 8 * 64 + 3 * 64 + 64) == 36_864
+
+
+# ----------------------------------------------------------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("fp8_dtype", FP8_DTYPES)
+def test_every_byte_decodes_to_its_value(fp8_dtype):
+    code, values = scoring.FP8_CODES[fp8_dtype], decode_table(fp8_dtype)
+    for byte, value in enumerate(values):
+        is_nan = byte & code.nan_mask == code.nan_bits
+        assert is_nan == np.isnan(value), hex(byte)
+        if not is_nan:
+            assert decode(byte) * code.unit == value, hex(byte)
+
+
+def test_known_bytes():
+    fn, fnuz = decode_table("float8_e4m3fn"), decode_table("float8_e4m3fnuz")
+    assert (fn[0x01], fn[0x38], fn[0x7E], fn[0xB8]) == (2.0**-9, 1.0, 448.0, -1.0)
+    assert (fnuz[0x01], fnuz[0x40], fnuz[0x7F], fnuz[0xC0]) == (2.0**-10, 1.0, 240.0, -1.0)
+    assert np.isnan(fn[[0x7F, 0xFF]]).all()
+    assert np.isnan(fn).sum() == 2
+    assert np.isnan(fnuz[0x80])
+    assert np.isnan(fnuz).sum() == 1
+
+
+def test_fp8_names():
+    for dtype in ("float8_e4m3fn", ml_dtypes.float8_e4m3fn, np.dtype(ml_dtypes.float8_e4m3fn)):
+        assert fp8_name("x", dtype) == "float8_e4m3fn"
+    for dtype in ("float8_e5m2", ml_dtypes.float8_e5m2, np.float32, "nonsense", 7):
+        with pytest.raises(TypeError, match="x must be float8_e4m3fn or float8_e4m3fnuz"):
+            fp8_name("x", dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------- selection
+
+
+def test_score_bits_sort_as_the_scores_do():
+    sortable = selection.sortable.fn if SIMULATED else selection.sortable.py_func
+    largest = np.finfo(np.float32).max
+    ascending = np.float32([-np.inf, -largest, -1, -1e-42, 0, 1e-45, 1e-42, 1, largest, np.inf])
+    keys = [int(sortable(bits)) for bits in ascending.view(np.uint32)]
+    assert keys == sorted(set(keys))
+    assert int(sortable(np.uint32(0x80000000))) == int(sortable(np.uint32(0)))
+    for nan in (0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0xFF800001):
+        assert int(sortable(np.uint32(nan))) == 0 < keys[0]
+
+
+def test_next_power_of_two():
+    assert [selection.next_power_of_two(n) for n in (1, 2, 3, 4, 5, 2047, 2048, 2049)] == [1, 2, 4, 4, 8, 2048, 2048, 4096]
+
+
+def test_digits_cover_a_score():
+    assert selection.RADIX_BITS * selection.NUM_DIGITS == 32
+    assert selection.THREADS == selection.NUM_BINS == 2**selection.RADIX_BITS
+    # both halves of the packed counts hold a whole chunk
+    assert selection.THREADS * selection.ITEMS < 2**15
+
+
+# ----------------------------------------------------------------------------------------------------------------- views
+
+
+def test_a_view_reads_back_as_the_array():
+    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    for each in (array, array[:, ::2], array[::-1], array.transpose(2, 0, 1), array[:, :0], np.broadcast_to(array[0], (5, 3, 4))):
+        view = describe("x", each)
+        assert_same_bits(view.numpy(), each)
+        assert view.c_contiguous == each.flags.c_contiguous
+
+
+def test_extents_are_the_bytes_an_array_may_touch():
+    array = np.zeros((4, 6), np.int32)
+    start = array.ctypes.data
+    for each, first, last in ((array, 0, 96), (array[1:3], 24, 72), (array[:, 2:3], 8, 84), (array[::-1], 0, 96), (array[:0], 0, 0),
+                              (array[2:, ::-1], 48, 96)):
+        assert describe("x", each).extent == (start + first, start + last)
+
+
+def test_a_view_slices_layers_without_copying():
+    blocks = np.arange(2 * 3 * 4 * 5, dtype=np.uint8).reshape(2, 1, 3, 4, 1, 5)
+    view = describe("blocks", blocks)
+    layer = view.sliced(axes=(0, 3, 5), offset=2 * view.strides[2])
+    assert_same_bits(layer.numpy(), blocks[:, 0, 2, :, 0])
+    blocks[1, 0, 2, 3, 0, 4] = 77
+    assert layer.numpy()[1, 3, 4] == 77
+
+
+def test_a_device_view_names_its_library_and_stream():
+    class Foreign:
+        __cuda_array_interface__ = {"shape": (2, 3), "typestr": "<f4", "data": (4096, True), "version": 3, "stream": 7}  # noqa: RUF012
+
+    view = describe("x", Foreign())
+    assert (view.strides, view.on_device, view.library, view.writeable, view.stream) == ((12, 4), True, "cuda", False, 7)
+    assert isinstance(view, ArrayView)
+    assert view.__cuda_array_interface__["data"] == (4096, True)
+    with pytest.raises(AttributeError):
+        _ = view.__array_interface__
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not SIMULATED, reason="the GPU's own is one instruction, seen in test_codegen.py")
+def test_the_simulated_fma_rounds_once():
+    from indexer import reference
+    rng = np.random.default_rng(0)
+    a, b, c = rng.integers(0, 2**32, (3, 3000), np.uint32).view(np.float32)
+    half = np.float32(1 + 2.0**-12), np.float32(1 + 2.0**-12), np.float32(2.0**-60)      # 1 + 2**-11 + 2**-24, then a little
+    a, b, c = (np.append(x, h) for x, h in zip((a, b, c), half))
+    with np.errstate(all="ignore"):
+        got = np.array([scoring.fma(x, y, z) for x, y, z in zip(a, b, c)], np.float32)
+        want = reference.fma(a, b, c)
+    nan = np.isnan(want)
+    assert_same_bits(np.isnan(got), nan)
+    assert_same_bits(got[~nan], want[~nan])
+    assert got[-1] != np.float32(half[0] * half[1] + half[2])
