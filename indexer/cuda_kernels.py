@@ -116,7 +116,8 @@ def index_scores(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, la
     TypeError, ValueError, NoDeviceError
         As `mla_indexer_ragged_float8_paged`.
     """
-    call = check_call(q, q_s, input_row_offsets, k_collection, layer_idx, mask=mask, kpool=kpool, arithmetic=arithmetic)
+    call = check_call(q, q_s, input_row_offsets, k_collection, layer_idx, mask=mask, kpool=kpool, arithmetic=arithmetic,
+                      scores_only=True)
     with on_device_of(_views(call)):
         work = _Work(call, stream)
         scores = work.memory.empty((call.num_tokens, call.width), "float32")

@@ -108,7 +108,7 @@ def stream_handle(stream: Any, library: str) -> int:
             return int(sys.modules["torch"].cuda.current_stream(cuda.current_context().device.id).cuda_stream)
         if library == "cupy":
             return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
-        return int(cuda.default_stream().handle)
+        return 0
     if isinstance(stream, int) and not isinstance(stream, bool):
         return stream
     if hasattr(stream, "__cuda_stream__"):
@@ -137,7 +137,7 @@ def wait_for_producers(views: list[ArrayView], handle: int) -> None:
     for producer in producers:
         event = cuda.event(timing=False)
         event.record(cuda.external_stream(producer))
-        event.wait(cuda.external_stream(handle) if handle else cuda.default_stream())
+        event.wait(numba_stream(handle))
 
 
 # ---------------------------------------------------------------------------------------------------------------- memory
@@ -167,31 +167,27 @@ class Memory:
                 return torch.empty(shape, dtype=torch.int64 if dtype == "uint64" else getattr(torch, dtype), device=device)
         if self.library == "cupy":
             cupy = importlib.import_module("cupy")
-            with cupy.cuda.ExternalStream(self.handle):
+            is_current = cupy.cuda.get_current_stream().ptr == self.handle
+            with contextlib.nullcontext() if is_current else cupy.cuda.ExternalStream(self.handle):
                 return cupy.empty(shape, dtype)
         return cuda.device_array(shape, dtype)
 
     def upload(self, view: ArrayView) -> Any:
         """A contiguous copy of a host array on the device, in stream order."""
-        array = np.ascontiguousarray(view.numpy())
-        if SIMULATED or array.size == 0:
-            return cuda.to_device(array)
-        return cuda.to_device(array, stream=numba_stream(self.handle))
+        return cuda.to_device(np.ascontiguousarray(view.numpy()), stream=numba_stream(self.handle))
 
 
 def copy_to_host(array: Any, handle: int) -> np.ndarray:
     """A host copy of a device array, taken in stream order; returns when it is complete."""
-    if SIMULATED:
-        return kernel_array(array).copy_to_host()
-    stream = numba_stream(handle)
-    host = kernel_array(array).copy_to_host(stream=stream)
-    stream.synchronize()
+    host = kernel_array(array).copy_to_host(stream=numba_stream(handle))
+    if handle:                                # else the copy itself was synchronous
+        cuda.external_stream(handle).synchronize()
     return host
 
 
 def numba_stream(handle: int) -> Any:
-    """numba's object for a CUstream."""
-    return cuda.external_stream(handle) if handle else cuda.default_stream()
+    """A CUstream as numba's functions take it."""
+    return cuda.external_stream(handle) if handle else 0
 
 
 def kernel_array(array: Any, dtype: str | None = None) -> Any:

@@ -207,7 +207,7 @@ def _require_layout(view: ArrayView) -> None:
                          f"strides {list(view.strides)}")
 
 
-def integer(name: str, value: Any, minimum: int) -> int:
+def integer(name: str, value: Any, minimum: int | None = None) -> int:
     """A scalar argument as an int.
 
     Raises
@@ -223,21 +223,23 @@ def integer(name: str, value: Any, minimum: int) -> int:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}") from None
-    if number < minimum:
+    if minimum is not None and number < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {number}")
     return number
 
 
-def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
+def _one_of(name: str, value: Any, choices: tuple[str, ...], remark: str = "") -> None:
+    wanted = f"one of {', '.join(map(repr, choices))}{remark}"
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, one of {', '.join(map(repr, choices))}, got {type(value).__name__} {value!r}")
+        raise TypeError(f"{name} must be a str, {wanted}, got {type(value).__name__} {value!r}")
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    return value
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
-def fp8_name(name: str, dtype: Any) -> str:
+def fp8_name(name: str, dtype: Any, remark: str = "") -> str:
     """Canonical name of an FP8 dtype given as a name, a NumPy or ml_dtypes dtype, or a torch dtype.
+
+    `name` is the argument's, for messages; `remark` what else it may be.
 
     Raises
     ------
@@ -253,7 +255,7 @@ def fp8_name(name: str, dtype: Any) -> str:
     text = text.removeprefix("torch.")
     if text not in FP8_DTYPES:
         why = " (its products span more than a float64, so it has no exact sum yet)" if text == "float8_e5m2" else ""
-        raise TypeError(f"{name} must be {' or '.join(FP8_DTYPES)}, got {text}{why}")
+        raise TypeError(f"{name} must be {' or '.join(FP8_DTYPES)}{remark}, got {text}{why}")
     return text
 
 
@@ -299,16 +301,16 @@ class PagedKeyCache:
         if block_view.dtype == "uint8":
             self.fp8_dtype = declared or "float8_e4m3fn"
         else:
-            self.fp8_dtype = fp8_name("blocks", block_view.dtype)
+            self.fp8_dtype = fp8_name("blocks", block_view.dtype, " (or uint8, as its bytes)")
             if declared not in (None, self.fp8_dtype):
                 raise TypeError(f"blocks must be of fp8_dtype {declared} (or uint8, as its bytes), got {self.fp8_dtype}")
         _require_shape(block_view, "[num_blocks, 1, L, P, 1, D]", (None, 1, None, None, 1, None))
         num_blocks, _, num_layers, page_size, _, head_dim = block_view.shape
         if min(num_layers, page_size, head_dim) < 1 or head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"blocks must have L and P of at least 1 and D from 1 to {MAX_HEAD_DIM}, got L {num_layers}, "
-                             f"P {page_size}, D {head_dim}")
+            raise ValueError(f"{block_view.name} must have L and P of at least 1 and D from 1 to {MAX_HEAD_DIM}, "
+                             f"got L {num_layers}, P {page_size}, D {head_dim}")
         if num_blocks > MAX_POSITION:
-            raise ValueError(f"blocks must have at most {MAX_POSITION} blocks, got {num_blocks}")
+            raise ValueError(f"{block_view.name} must have at most {MAX_POSITION} blocks, got {num_blocks}")
         _require_layout(block_view)
         scale_view = describe("scales", scales)
         _require_dtype(scale_view, "float32")
@@ -367,11 +369,11 @@ class PagedKeyCache:
                 raise ValueError(f"pages must have {what} that is a multiple of 4 bytes, got {value}")
 
         blocks, scales = (
-            ArrayView(name, view.address + offset if view.address else 0, (num_blocks, 1, 1, page_size, 1, width),
+            ArrayView("pages", view.address + offset if view.address else 0, (num_blocks, 1, 1, page_size, 1, width),
                       (page_stride, page_stride, page_stride, row, row, item), dtype, view.on_device, view.library, view.owner,
                       view.writeable, view.stream)
-            for name, offset, width, row, item, dtype in (("blocks", 0, head_dim, head_dim, 1, "uint8"),
-                                                          ("scales", page_size * head_dim, 1, 4, 4, "float32")))
+            for offset, width, row, item, dtype in ((0, head_dim, head_dim, 1, "uint8"),
+                                                    (page_size * head_dim, 1, 4, 4, "float32")))
         return cls(blocks, scales, cache_lengths, lookup_table, max_prompt_length=max_prompt_length,
                    max_context_length=max_context_length, fp8_dtype="float8_e4m3fn" if fp8_dtype is None else fp8_dtype)
 
@@ -459,11 +461,11 @@ class Call:
 
 def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, layer_idx: Any, *, mask: Any, kpool: Any,
                arithmetic: Any, top_k: Any = None, scores_budget_bytes: Any = DEFAULT_SCORES_BUDGET_BYTES, order: Any = "index",
-               out: Any = None, out_scores: Any = None, host_only: bool = False) -> Call:
+               out: Any = None, out_scores: Any = None, scores_only: bool = False, host_only: bool = False) -> Call:
     """Checks every argument of a call, the contents of host metadata included, before any work.
 
-    Parameters are those of the public functions; `top_k` is None where only scores are asked for. With `host_only` every array
-    must be a NumPy array.
+    Parameters are those of the public functions. With `scores_only` nothing is selected and `top_k` is not looked at; with
+    `host_only` (the oracle) every array must be a NumPy array and `arithmetic` has no "auto".
 
     Raises
     ------
@@ -488,7 +490,7 @@ def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, laye
         for view in inputs + outputs:
             if view.library != "numpy":
                 raise TypeError(f"{view.name} must be a NumPy array, got {type(view.owner).__name__}")
-    if q.dtype != "uint8" and fp8_name("q", q.dtype) != cache.fp8_dtype:
+    if q.dtype != "uint8" and fp8_name("q", q.dtype, " (or uint8, as its bytes)") != cache.fp8_dtype:
         raise TypeError(f"q must have the dtype of the keys, {cache.fp8_dtype} (or uint8, as its bytes), got {q.dtype}")
     _require_dtype(q_s, "float32")
     _require_dtype(offsets, *METADATA_DTYPES)
@@ -498,13 +500,14 @@ def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, laye
         _require_dtype(out_scores_view, "float32")
 
     # scalars
-    layer_idx = integer("layer_idx", layer_idx, 0)
-    top_k = 0 if top_k is None else integer("top_k", top_k, 1)
+    layer_idx = integer("layer_idx", layer_idx)
+    top_k = 0 if scores_only else integer("top_k", top_k, 1)
     kpool = integer("kpool", kpool, 1)
     scores_budget_bytes = integer("scores_budget_bytes", scores_budget_bytes, 1)
     _one_of("mask", mask, MASKS)
     _one_of("order", order, ORDERS)
-    _one_of("arithmetic", arithmetic, ARITHMETICS if host_only else (*ARITHMETICS, "auto"))
+    if host_only or arithmetic != "auto":
+        _one_of("arithmetic", arithmetic, ARITHMETICS, " (on the GPU 'auto' too)")
     if arithmetic == "wgmma" and cache.fp8_dtype != "float8_e4m3fn":
         raise ValueError(f'arithmetic "wgmma" needs float8_e4m3fn keys, got {cache.fp8_dtype}')
 
@@ -517,7 +520,7 @@ def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, laye
         raise ValueError(f"q must have shape [T, H, D] with H of at least 1, got {list(q.shape)}")
     _require_shape(q_s, "[T, H]", (num_tokens, num_heads))
     _require_shape(offsets, "[B + 1]", (num_requests + 1,))
-    if layer_idx >= num_layers:
+    if not 0 <= layer_idx < num_layers:
         raise ValueError(f"layer_idx must be in [0, L) = [0, {num_layers}), got {layer_idx}")
     for view in (q, q_s, offsets):
         _require_layout(view)

@@ -107,7 +107,7 @@ def index_scores(q: np.ndarray, q_s: np.ndarray, input_row_offsets: np.ndarray, 
         See `indexer.problem.check_call`.
     """
     call = check_call(q, q_s, input_row_offsets, k_collection, layer_idx, mask=mask, kpool=kpool, arithmetic=arithmetic,
-                      host_only=True)
+                      scores_only=True, host_only=True)
     scores = np.full((call.num_tokens, call.width), -np.inf, np.float32)
     _score_rows(call, 0, call.num_tokens, scores)
     return scores

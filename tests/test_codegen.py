@@ -37,7 +37,8 @@ def tool(name):
 def machine_code(name, capability, tmp):
     """(PTX, ptxas report, SASS) of a kernel."""
     kernel = KERNELS.get(name, WGMMA)
-    ptx, _ = cuda.compile(kernel.function, kernel.signature, cc=capability, device=False, abi="numba", launch_bounds=kernel.launch_bounds)
+    ptx, _ = cuda.compile(kernel.function, kernel.signature, cc=capability, device=False, abi="numba",
+                          launch_bounds=kernel.launch_bounds)
     source, cubin = tmp / f"{name}.ptx", tmp / f"{name}.cubin"
     source.write_text(ptx)
     target = "sm_" + "".join(map(str, capability))
