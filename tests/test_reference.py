@@ -12,7 +12,6 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-
 from wgmma_vectors import WGMMA_VECTORS, operands
 
 from indexer import PagedKeyCache, reference
