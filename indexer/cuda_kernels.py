@@ -25,7 +25,7 @@ from .device import (
     stream_handle,
     wait_for_producers,
 )
-from .problem import DEFAULT_SCORES_BUDGET_BYTES, MAX_POSITION, ArrayView, Call, check_call, fp8_name
+from .problem import DEFAULT_SCORES_BUDGET_BYTES, ArrayView, Call, check_call, fp8_name
 
 __all__ = ["default_arithmetic", "index_scores", "mla_indexer_ragged_float8_paged"]
 
@@ -254,8 +254,9 @@ class _Work:
         """Request and candidate count of every row: two int32 [T] on the device."""
         call = self.call
         request, candidates = (kernel_array(self.memory.empty((call.num_tokens,), "int32")) for _ in range(2))
-        LOCATE_ROWS.launch(-(-call.num_tokens // ROW_THREADS), self.handle, self.offsets, self.lengths, int(call.causal),
-                           min(call.kpool, MAX_POSITION + 1), width, request, candidates)
+        num_blocks = -(-call.num_tokens // ROW_THREADS)
+        LOCATE_ROWS.launch(num_blocks, self.handle, self.offsets, self.lengths, int(call.causal), call.kpool,
+                           width, request, candidates)
         return request, candidates
 
     def score(self, plan: Plan, rows: tuple[Any, Any], start: int, stop: int, scores: Any, bits: Any, skip_up_to: int) -> None:

@@ -25,6 +25,7 @@ MAX_HEAD_DIM = 1024                       # up to here the exact sum of e4m3 pro
 MAX_POSITION = 2**31 - 1                  # positions are int32
 DEFAULT_SCORES_BUDGET_BYTES = 512 * 2**20
 
+_LONGEST = 2**40                          # more tokens than any request has, whatever its lengths hold: such a pool is never full
 _EXTRA_DTYPES = {"bfloat16": 2}           # names NumPy does not know, with their item sizes; float8_* is 1
 
 
@@ -502,7 +503,7 @@ def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, laye
     # scalars
     layer_idx = integer("layer_idx", layer_idx)
     top_k = 0 if scores_only else integer("top_k", top_k, 1)
-    kpool = integer("kpool", kpool, 1)
+    kpool = min(integer("kpool", kpool, 1), _LONGEST)
     scores_budget_bytes = integer("scores_budget_bytes", scores_budget_bytes, 1)
     _one_of("mask", mask, MASKS)
     _one_of("order", order, ORDERS)
@@ -532,13 +533,27 @@ def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, laye
         if not view.writeable:
             raise ValueError(f"{view.name} must be writeable, got a read-only array")
 
-    # places
-    placed = [q, q_s, blocks, scales, *outputs]
-    for view in placed:
+    _check_places(inputs, outputs)
+    width = _check_metadata(cache, offsets, lengths, table, num_tokens, kpool)
+    return Call(
+        num_requests=num_requests, num_tokens=num_tokens, num_heads=num_heads, head_dim=head_dim, page_size=page_size,
+        num_blocks=num_blocks, max_pages=max_pages, width=width, causal=mask == "causal", kpool=kpool, top_k=top_k,
+        scores_budget_bytes=scores_budget_bytes, order=order, arithmetic=arithmetic, fp8_dtype=cache.fp8_dtype,
+        q=q.sliced(axes=(0, 1, 2), dtype="uint8"), q_s=q_s,
+        keys=blocks.sliced(axes=(0, 3, 5), offset=layer_idx * blocks.strides[2], dtype="uint8"),
+        key_scales=scales.sliced(axes=(0, 3), offset=layer_idx * scales.strides[2]),
+        offsets=offsets.sliced(axes=(0,), dtype="int32"), lengths=lengths.sliced(axes=(0,), dtype="int32"),
+        table=table.sliced(axes=(0, 1), dtype="int32"), out=out_view, out_scores=out_scores_view)
+
+
+def _check_places(inputs: list[ArrayView], outputs: list[ArrayView]) -> None:
+    """Data where `q`, the first input, is; metadata there or on the host; no output over another array."""
+    q, data, metadata = inputs[0], inputs[1:4] + outputs, inputs[4:]
+    place = {True: "a device", False: "the host"}
+    for view in data:
         if view.on_device != q.on_device:
-            where = {True: "a device", False: "the host"}
-            raise ValueError(f"{view.name} must be on {where[q.on_device]} as q is, got an array on {where[view.on_device]}")
-    for view in (offsets, lengths, table):
+            raise ValueError(f"{view.name} must be on {place[q.on_device]} as q is, got an array on {place[view.on_device]}")
+    for view in metadata:
         if view.on_device and not q.on_device:
             raise ValueError(f"{view.name} must be on the host as q is, got an array on a device")
     for i, view in enumerate(outputs):
@@ -548,19 +563,11 @@ def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, laye
                 raise ValueError(f"{view.name} must not overlap {other.name}, got memory [{start:#x}, {end:#x}) and "
                                  f"[{other_start:#x}, {other_end:#x})")
 
-    width = _check_metadata(cache, offsets, lengths, table, num_tokens, num_blocks, page_size, kpool)
-    layer_bytes = [layer_idx * view.strides[2] for view in (blocks, scales)]
-    return Call(
-        num_requests, num_tokens, num_heads, head_dim, page_size, num_blocks, max_pages, width, mask == "causal", kpool, top_k,
-        scores_budget_bytes, order, arithmetic, cache.fp8_dtype, q.sliced(axes=(0, 1, 2), dtype="uint8"), q_s,
-        blocks.sliced(axes=(0, 3, 5), offset=layer_bytes[0], dtype="uint8"), scales.sliced(axes=(0, 3), offset=layer_bytes[1]),
-        *(view.sliced(axes=tuple(range(len(view.shape))), dtype="int32") for view in (offsets, lengths, table)), out_view,
-        out_scores_view)
-
 
 def _check_metadata(cache: PagedKeyCache, offsets: ArrayView, lengths: ArrayView, table: ArrayView, num_tokens: int,
-                    num_blocks: int, page_size: int, kpool: int) -> int:
+                    kpool: int) -> int:
     """Checks the contents of the metadata that is on the host, as far as it is; returns the width W of the score matrix."""
+    num_blocks, _, _, page_size, _, _ = cache._views[0].shape
     max_pages = table.shape[1]
     new_tokens = cached = None
     if not offsets.on_device:
@@ -596,12 +603,10 @@ def _check_metadata(cache: PagedKeyCache, offsets: ArrayView, lengths: ArrayView
                          f"{b} (P = {page_size}), got {max_pages}")
     if not table.on_device:
         ids = table.numpy()
-        for b in np.flatnonzero(pages):
-            used = ids[b, :pages[b]]
-            bad = (used < 0) | (used >= num_blocks)
-            if np.any(bad):
-                p = int(np.argmax(bad))
-                raise ValueError(f"lookup_table must hold block ids in [0, {num_blocks}), got {used[p]} at request {b}, page {p}")
+        bad = np.argwhere((np.arange(max_pages) < pages[:, None]) & ((ids < 0) | (ids >= num_blocks)))
+        if len(bad):
+            b, p = map(int, bad[0])
+            raise ValueError(f"lookup_table must hold block ids in [0, {num_blocks}), got {ids[b, p]} at request {b}, page {p}")
     return int(rows.max(initial=0))
 
 
