@@ -432,8 +432,8 @@ def devices() -> Iterator[str]:
 
 def _at_least(minimum: int) -> Callable[[str], int]:
     def integer(text: str) -> int:
-        if int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {text}")
+        if not minimum <= int(text) < 2**31:
+            raise argparse.ArgumentTypeError(f"must be in [{minimum}, 2**31), got {text}")
         return int(text)
     return integer
 
@@ -442,6 +442,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's own) and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m indexer", description="The FP8 lightning indexer over a paged key cache.")
     parser.set_defaults(run=demo)
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands")
     commands.add_parser("demo", help="one ragged batch at DeepSeek-V3.2's dimensions (the default)").set_defaults(run=demo)
     checks = commands.add_parser("check", help="random batches: GPU functions against the oracle, bit for bit")

@@ -1,7 +1,7 @@
 """The GPU function: the oracle's result, bit for bit, on any CUDA GPU from compute capability 7.5.
 
-arguments -> `problem.check_call` -> `Plan` -> launches -> output. The kernels of each stage have a room of their own (`scoring`,
-`selection`); the one that finds each row's request and candidates is here.
+arguments -> `problem.check_call` -> `Plan` -> launches -> output. The kernels of each stage have a module of their own
+(`scoring`, `selection`); the one that finds each row's request and candidates is here.
 """
 from __future__ import annotations
 
@@ -192,14 +192,14 @@ class Plan:
         return cls(tile, num_rows, width, num_splits, skip_up_to, rank_width)
 
     @property
-    def scores_bytes(self) -> int:
-        """Size of the score matrix."""
-        return 4 * self.rows_per_chunk * self.width
+    def scores_shape(self) -> tuple[int, int]:
+        """Of the score matrix, float32."""
+        return self.rows_per_chunk, self.width
 
     @property
-    def rank_bytes(self) -> int:
-        """Size of the sort's scratch."""
-        return 8 * self.rows_per_chunk * self.rank_width
+    def ranks_shape(self) -> tuple[int, int]:
+        """Of the sort's scratch, uint64."""
+        return self.rows_per_chunk, self.rank_width
 
     def chunks(self, num_tokens: int) -> list[tuple[int, int]]:
         """Half-open ranges of tokens that are scored and selected at a time."""
@@ -219,10 +219,11 @@ class _Work:
 
     def __init__(self, call: Call, stream: Any) -> None:
         if call.arithmetic == "wgmma":
-            raise ValueError('arithmetic "wgmma" has no kernel for this device; use "exact", or the oracle')
+            raise ValueError('arithmetic "wgmma" has no kernel yet, got "wgmma" on the GPU; use "exact", or the oracle')
         self.call = call
-        self.handle = stream_handle(stream, call.q.library)
-        self.memory = Memory(call.q.library, self.handle)
+        library = call.q.library if call.q.on_device else "numba"
+        self.handle = stream_handle(stream, library)
+        self.memory = Memory(library, self.handle)
         views = _views(call)
         on_host = [view for view in views if not view.on_device]
         if on_host and is_capturing(self.handle):
@@ -253,7 +254,7 @@ class _Work:
     def locate_rows(self, width: int) -> tuple[Any, Any]:
         """Request and candidate count of every row: two int32 [T] on the device."""
         call = self.call
-        request, candidates = (kernel_array(self.memory.empty((call.num_tokens,), "int32")) for _ in range(2))
+        request, candidates = (kernel_array(self.memory.scratch((call.num_tokens,), "int32")) for _ in range(2))
         num_blocks = -(-call.num_tokens // ROW_THREADS)
         LOCATE_ROWS.launch(num_blocks, self.handle, self.offsets, self.lengths, int(call.causal), call.kpool,
                            width, request, candidates)
@@ -270,14 +271,14 @@ class _Work:
         """The whole operator, one chunk of rows after the other."""
         call = self.call
         rows = self.locate_rows(call.width)
-        scratch = self.memory.empty((plan.rows_per_chunk, plan.width), "float32")
+        scratch = self.memory.scratch(plan.scores_shape, "float32")
         scores, bits = kernel_array(scratch), kernel_array(scratch, "uint32")
         with_scores = int(out_scores is not None)
         if out_scores is None:
-            out_scores = self.memory.empty((1, 1), "float32")
+            out_scores = self.memory.scratch((1, 1), "float32")
         targets = kernel_array(out), kernel_array(out_scores, "uint32"), with_scores
         if plan.rank_width:
-            ranks = kernel_array(self.memory.empty((plan.rows_per_chunk, plan.rank_width), "uint64"), "uint64")
+            ranks = kernel_array(self.memory.scratch(plan.ranks_shape, "uint64"), "uint64")
         for start, stop in plan.chunks(call.num_tokens):
             if call.width:
                 self.score(plan, rows, start, stop, scores, bits, plan.skip_up_to)

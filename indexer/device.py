@@ -101,15 +101,17 @@ def stream_handle(stream: Any, library: str) -> int:
     TypeError
         If it is no stream.
     """
-    if SIMULATED:
-        return 0
     if stream is None:
+        if SIMULATED:
+            return 0
         if library == "torch":
             return int(sys.modules["torch"].cuda.current_stream(cuda.current_context().device.id).cuda_stream)
         if library == "cupy":
             return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
         return 0
     if isinstance(stream, int) and not isinstance(stream, bool):
+        if not 0 <= stream < 2**64:
+            raise ValueError(f"stream must be a CUstream, in [0, 2**64), got {stream}")
         return stream
     if hasattr(stream, "__cuda_stream__"):
         protocol = stream.__cuda_stream__
@@ -159,7 +161,7 @@ class Memory:
         self.handle = handle
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """An uninitialised C-contiguous array of the caller's library, float32, int32 or uint64."""
+        """An uninitialised C-contiguous array of the caller's library, float32, int32 or uint64, to return to the caller."""
         if self.library == "torch":
             torch = importlib.import_module("torch")
             device = torch.device("cuda", cuda.current_context().device.id)
@@ -171,6 +173,22 @@ class Memory:
             with contextlib.nullcontext() if is_current else cupy.cuda.ExternalStream(self.handle):
                 return cupy.empty(shape, dtype)
         return cuda.device_array(shape, dtype)
+
+    def scratch(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """As `empty`, for a call's own use: freed in stream order when the last reference to it goes.
+
+        numba's own allocations would be freed late, after a wait for the device; so where torch or CuPy do not provide, the memory
+        comes from the device's stream-ordered pool.
+        """
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        if self.library != "numba" or SIMULATED or num_bytes == 0:
+            return self.empty(shape, dtype)
+        from cuda.core import Device, Stream
+        device = Device(cuda.current_context().device.id)
+        device.set_current()
+        buffer = device.allocate(num_bytes, stream=Stream.from_handle(self.handle))
+        interface = {"shape": shape, "typestr": np.dtype(dtype).str, "data": (int(buffer.handle), False), "version": 3}
+        return cuda.from_cuda_array_interface(interface, owner=buffer, sync=False)
 
     def upload(self, view: ArrayView) -> Any:
         """A contiguous copy of a host array on the device, in stream order."""

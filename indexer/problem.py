@@ -25,7 +25,8 @@ MAX_HEAD_DIM = 1024                       # up to here the exact sum of e4m3 pro
 MAX_POSITION = 2**31 - 1                  # positions are int32
 DEFAULT_SCORES_BUDGET_BYTES = 512 * 2**20
 
-_LONGEST = 2**40                          # more tokens than any request has, whatever its lengths hold: such a pool is never full
+_ENDLESS = 2**40                          # more tokens than any request has, whatever its lengths hold: such a pool is never full
+_ADDRESSABLE = 2**63 - 1                  # bytes of an array
 _EXTRA_DTYPES = {"bfloat16": 2}           # names NumPy does not know, with their item sizes; float8_* is 1
 
 
@@ -159,13 +160,17 @@ def describe(name: str, array: Any) -> ArrayView:
     """
     if isinstance(array, ArrayView):
         return array
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name} must be an array without a mask, got {type(array).__name__}")
     if isinstance(array, np.ndarray):
         return ArrayView(name, array.ctypes.data, array.shape, array.strides, _dtype_name(array.dtype), False, "numpy", array,
                          array.flags.writeable)
-    module = type(array).__module__.split(".")[0]
-    if module == "torch" and hasattr(array, "data_ptr") and hasattr(array, "layout"):
-        if str(array.layout) != "torch.strided" or array.device.type not in ("cpu", "cuda"):
-            raise TypeError(f"{name} must be a strided torch tensor on cpu or cuda, got layout {array.layout} on {array.device}")
+    modules = {base.__module__.split(".")[0] for base in type(array).__mro__}
+    if "torch" in modules and hasattr(array, "data_ptr"):
+        if str(array.layout) != "torch.strided" or array.device.type not in ("cpu", "cuda") or array.is_neg() or (
+                array.numel() and not array.data_ptr()):
+            raise TypeError(f"{name} must be a plain strided torch tensor in memory on cpu or cuda, got {type(array).__name__} of "
+                            f"layout {array.layout} on {array.device}")
         itemsize = array.element_size()
         return ArrayView(name, array.data_ptr(), tuple(array.shape), tuple(s * itemsize for s in array.stride()),
                          str(array.dtype).removeprefix("torch."), array.device.type == "cuda", "torch", array)
@@ -179,7 +184,7 @@ def describe(name: str, array: Any) -> ArrayView:
     strides = interface.get("strides")
     if strides is None:
         strides = tuple(dtype.itemsize * int(np.prod(shape[a + 1:], dtype=np.int64)) for a in range(len(shape)))
-    library = module if module in ("numba", "cupy") else "cuda"
+    library = next((name for name in ("numba", "cupy") if name in modules), "cuda")
     address, read_only = interface["data"]
     return ArrayView(name, address or 0, shape, tuple(strides), _dtype_name(dtype), True, library, array, not read_only,
                      interface.get("stream"))
@@ -251,7 +256,7 @@ def fp8_name(name: str, dtype: Any, remark: str = "") -> str:
     if not isinstance(text, str):
         try:
             text = np.dtype(dtype).name
-        except TypeError:
+        except (TypeError, ValueError):
             text = repr(dtype)
     text = text.removeprefix("torch.")
     if text not in FP8_DTYPES:
@@ -291,8 +296,8 @@ class PagedKeyCache:
 
     Notes
     -----
-    Nothing is copied: the arrays are the caller's, and their contents are read at each call. Contents of host metadata are checked
-    by the call, against its other arguments.
+    Nothing is copied: the arrays are the caller's, and their contents are read at each call. Their memory must stay where it is
+    (no resize in place). Contents of host metadata are checked by the call, against its other arguments.
     """
 
     def __init__(self, blocks: Any, scales: Any, cache_lengths: Any, lookup_table: Any, *, max_prompt_length: int | None = None,
@@ -300,18 +305,19 @@ class PagedKeyCache:
         declared = None if fp8_dtype is None else fp8_name("fp8_dtype", fp8_dtype)
         block_view = describe("blocks", blocks)
         if block_view.dtype == "uint8":
-            self.fp8_dtype = declared or "float8_e4m3fn"
+            self._fp8_dtype = declared or "float8_e4m3fn"
         else:
-            self.fp8_dtype = fp8_name("blocks", block_view.dtype, " (or uint8, as its bytes)")
-            if declared not in (None, self.fp8_dtype):
-                raise TypeError(f"blocks must be of fp8_dtype {declared} (or uint8, as its bytes), got {self.fp8_dtype}")
+            self._fp8_dtype = fp8_name("blocks", block_view.dtype, " (or uint8, as its bytes)")
+            if declared not in (None, self._fp8_dtype):
+                raise TypeError(f"blocks must be of fp8_dtype {declared} (or uint8, as its bytes), got {self._fp8_dtype}")
         _require_shape(block_view, "[num_blocks, 1, L, P, 1, D]", (None, 1, None, None, 1, None))
         num_blocks, _, num_layers, page_size, _, head_dim = block_view.shape
         if min(num_layers, page_size, head_dim) < 1 or head_dim > MAX_HEAD_DIM:
             raise ValueError(f"{block_view.name} must have L and P of at least 1 and D from 1 to {MAX_HEAD_DIM}, "
                              f"got L {num_layers}, P {page_size}, D {head_dim}")
-        if num_blocks > MAX_POSITION:
-            raise ValueError(f"{block_view.name} must have at most {MAX_POSITION} blocks, got {num_blocks}")
+        if max(num_blocks, page_size) > MAX_POSITION:
+            raise ValueError(f"{block_view.name} must have num_blocks and P of at most {MAX_POSITION}, got {num_blocks} and "
+                             f"{page_size}")
         _require_layout(block_view)
         scale_view = describe("scales", scales)
         _require_dtype(scale_view, "float32")
@@ -328,8 +334,8 @@ class PagedKeyCache:
         _require_layout(table_view)
 
         self._arrays = blocks, scales, cache_lengths, lookup_table
-        self.max_prompt_length = None if max_prompt_length is None else integer("max_prompt_length", max_prompt_length, 0)
-        self.max_context_length = None if max_context_length is None else integer("max_context_length", max_context_length, 0)
+        self._max_prompt_length = None if max_prompt_length is None else integer("max_prompt_length", max_prompt_length, 0)
+        self._max_context_length = None if max_context_length is None else integer("max_context_length", max_context_length, 0)
         self._views = block_view, scale_view, length_view, table_view
 
     @classmethod
@@ -380,12 +386,12 @@ class PagedKeyCache:
 
     @property
     def blocks(self) -> Any:
-        """Key rows as given, [num_blocks, 1, L, P, 1, D]."""
+        """Key rows, [num_blocks, 1, L, P, 1, D], as given; an `ArrayView` into fused pages."""
         return self._arrays[0]
 
     @property
     def scales(self) -> Any:
-        """Key scales as given, [num_blocks, 1, L, P, 1, 1]."""
+        """Key scales, [num_blocks, 1, L, P, 1, 1], as given; an `ArrayView` into fused pages."""
         return self._arrays[1]
 
     @property
@@ -397,6 +403,21 @@ class PagedKeyCache:
     def lookup_table(self) -> Any:
         """Block ids as given, [B, max_pages]."""
         return self._arrays[3]
+
+    @property
+    def max_prompt_length(self) -> int | None:
+        """Upper bound of the new tokens of a request."""
+        return self._max_prompt_length
+
+    @property
+    def max_context_length(self) -> int | None:
+        """Upper bound of the cached tokens of a request."""
+        return self._max_context_length
+
+    @property
+    def fp8_dtype(self) -> str:
+        """Name of the FP8 kind of the keys."""
+        return self._fp8_dtype
 
     def __repr__(self) -> str:
         num_blocks, _, num_layers, page_size, _, head_dim = self._views[0].shape
@@ -503,7 +524,7 @@ def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, laye
     # scalars
     layer_idx = integer("layer_idx", layer_idx)
     top_k = 0 if scores_only else integer("top_k", top_k, 1)
-    kpool = min(integer("kpool", kpool, 1), _LONGEST)
+    kpool = integer("kpool", kpool, 1)
     scores_budget_bytes = integer("scores_budget_bytes", scores_budget_bytes, 1)
     _one_of("mask", mask, MASKS)
     _one_of("order", order, ORDERS)
@@ -517,8 +538,10 @@ def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, laye
     num_requests, max_pages = table.shape
     _require_shape(q, "[T, H, D]", (None, None, head_dim))
     num_tokens, num_heads, _ = q.shape
-    if num_heads < 1:
-        raise ValueError(f"q must have shape [T, H, D] with H of at least 1, got {list(q.shape)}")
+    if not 1 <= num_heads <= MAX_POSITION or num_tokens > MAX_POSITION:
+        raise ValueError(f"q must have shape [T, H, D] with H of at least 1 and both at most {MAX_POSITION}, got {list(q.shape)}")
+    if 4 * max(1, num_tokens) * top_k > _ADDRESSABLE:
+        raise ValueError(f"top_k must leave T x top_k int32 within {_ADDRESSABLE} bytes (T = {num_tokens}), got {top_k}")
     _require_shape(q_s, "[T, H]", (num_tokens, num_heads))
     _require_shape(offsets, "[B + 1]", (num_requests + 1,))
     if not 0 <= layer_idx < num_layers:
@@ -537,7 +560,7 @@ def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, laye
     width = _check_metadata(cache, offsets, lengths, table, num_tokens, kpool)
     return Call(
         num_requests=num_requests, num_tokens=num_tokens, num_heads=num_heads, head_dim=head_dim, page_size=page_size,
-        num_blocks=num_blocks, max_pages=max_pages, width=width, causal=mask == "causal", kpool=kpool, top_k=top_k,
+        num_blocks=num_blocks, max_pages=max_pages, width=width, causal=mask == "causal", kpool=min(kpool, _ENDLESS), top_k=top_k,
         scores_budget_bytes=scores_budget_bytes, order=order, arithmetic=arithmetic, fp8_dtype=cache.fp8_dtype,
         q=q.sliced(axes=(0, 1, 2), dtype="uint8"), q_s=q_s,
         keys=blocks.sliced(axes=(0, 3, 5), offset=layer_idx * blocks.strides[2], dtype="uint8"),
@@ -595,7 +618,8 @@ def _check_metadata(cache: PagedKeyCache, offsets: ArrayView, lengths: ArrayView
         if cache.max_context_length is not None and cache.max_prompt_length is not None:
             width = min(width, (cache.max_context_length + cache.max_prompt_length) // kpool)
         return width
-    rows = np.where(new_tokens > 0, (cached + new_tokens) // kpool, 0)      # cache rows of requests that have query tokens
+    # cache rows of the requests that have query tokens
+    rows = np.where(new_tokens > 0, (cached + new_tokens) // min(kpool, _ENDLESS), 0)
     pages = -(-rows // page_size)
     if np.any(pages > max_pages):
         b = int(np.argmax(pages > max_pages))

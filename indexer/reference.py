@@ -72,6 +72,8 @@ def mla_indexer_ragged_float8_paged(
                       host_only=True)
     if out is None:
         out = np.empty((call.num_tokens, call.top_k), np.int32)
+    indices = out if call.out is None else call.out.numpy()
+    values = None if call.out_scores is None else call.out_scores.numpy()
     num_rows = call.rows_per_chunk
     scores = np.empty((min(num_rows, call.num_tokens), call.width), np.float32)
     for start in range(0, call.num_tokens, num_rows):
@@ -82,11 +84,11 @@ def mla_indexer_ragged_float8_paged(
             selected = _best(row_scores, call.top_k)
             if order == "index":
                 selected.sort()
-            out[row, :len(selected)] = selected
-            out[row, len(selected):] = -1
-            if out_scores is not None:
-                out_scores[row, :len(selected)] = row_scores[selected]
-                out_scores[row, len(selected):] = -np.inf
+            indices[row, :len(selected)] = selected
+            indices[row, len(selected):] = -1
+            if values is not None:
+                values[row, :len(selected)] = row_scores[selected]
+                values[row, len(selected):] = -np.inf
     return out
 
 
@@ -117,7 +119,8 @@ def _score_rows(call: Call, start: int, stop: int, scores: np.ndarray) -> np.nda
     """Writes the candidates' scores of the tokens [start, stop) to the first rows of `scores`; returns their counts v, int64."""
     q, q_s = call.q.numpy(), call.q_s.numpy()
     keys, key_scales = call.keys.numpy(), call.key_scales.numpy()
-    offsets, lengths, table = (view.numpy().astype(np.int64) for view in (call.offsets, call.lengths, call.table))
+    offsets, lengths = (view.numpy().astype(np.int64) for view in (call.offsets, call.lengths))
+    table = call.table.numpy()
     dot = {"exact": _dot_exact, "wgmma": _dot_wgmma}[call.arithmetic]
     candidates = np.zeros(stop - start, np.int64)
     first_request = int(np.searchsorted(offsets, start, side="right")) - 1

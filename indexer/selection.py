@@ -6,8 +6,6 @@ ties can overflow anything. Scores at or past a row's candidates are never read.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from numba import cuda, int32, int64, uint32, uint64
 from numba.cuda import types
 
@@ -53,17 +51,15 @@ def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@dataclass(frozen=True)
-class _Signatures:
-    select = (
-        types.Array(types.uint32, 2, "C"),    # bits [rows, width]: scores
-        types.Array(types.int32, 1, "C"),     # row_candidates [T]
-        types.int64,                          # first_row
-        types.Array(types.int32, 2, "C"),     # out [T, top_k]
-        types.Array(types.uint32, 2, "C"),    # out_scores [T, top_k], as bits; [1, 1] where none are wanted
-        types.int32,                          # with_scores
-    )
-    rank = (*select[:5], types.int32, types.Array(types.uint64, 2, "C"))    # ..., with_scores, ranks [rows, power of two]
+SELECT_SIGNATURE = (
+    types.Array(types.uint32, 2, "C"),        # bits [rows, width]: scores
+    types.Array(types.int32, 1, "C"),         # row_candidates [T]
+    types.int64,                              # first_row
+    types.Array(types.int32, 2, "C"),         # out [T, top_k]
+    types.Array(types.uint32, 2, "C"),        # out_scores [T, top_k], as bits; [1, 1] where none are wanted
+    types.int32,                              # with_scores
+)
+RANK_SIGNATURE = (*SELECT_SIGNATURE, types.Array(types.uint64, 2, "C"))       # ranks [rows, power of two]
 
 
 def _select_rows(bits, row_candidates, first_row, out, out_scores, with_scores):
@@ -198,5 +194,5 @@ def _rank_rows(bits, row_candidates, first_row, out, out_scores, with_scores, ra
             out_scores[token, slot] = bits[row, position]
 
 
-SELECT_ROWS = Kernel(_select_rows, _Signatures.select, THREADS)
-RANK_ROWS = Kernel(_rank_rows, _Signatures.rank, THREADS)
+SELECT_ROWS = Kernel(_select_rows, SELECT_SIGNATURE, THREADS)
+RANK_ROWS = Kernel(_rank_rows, RANK_SIGNATURE, THREADS)

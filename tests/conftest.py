@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from indexer.device import SIMULATED, Memory, is_available
 
 HAS_GPU = is_available() and not SIMULATED
-collect_ignore = ["test_codegen.py", "test_wgmma.py"] if SIMULATED else []      # it compiles nothing
+collect_ignore = ["test_codegen.py", "test_wgmma.py"] if SIMULATED else []      # the simulator compiles nothing
 
 # "ci" draws the same examples on every run; "dev" new ones; "nightly" many.
 _COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -41,15 +41,16 @@ def poisoned_scratch(request, monkeypatch):
     """Kernels get their scratch, and the outputs they allocate, full of NaN and of positions that do not exist."""
     if not request.node.get_closest_marker("kernels"):
         return
-    empty = Memory.empty
+    def poisoned(allocate):
+        def allocate_poisoned(self, shape, dtype):
+            array = allocate(self, shape, dtype)
+            if self.library == "numba" and array.size:
+                array.copy_to_device(np.full(array.size * array.dtype.itemsize, 0x7F, np.uint8).view(array.dtype).reshape(shape))
+            return array
+        return allocate_poisoned
 
-    def poisoned(self, shape, dtype):
-        array = empty(self, shape, dtype)
-        if self.library == "numba" and array.size:
-            array.copy_to_device(np.full(array.size * array.dtype.itemsize, 0x7F, np.uint8).view(array.dtype).reshape(shape))
-        return array
-
-    monkeypatch.setattr(Memory, "empty", poisoned)
+    for name in ("empty", "scratch"):
+        monkeypatch.setattr(Memory, name, poisoned(getattr(Memory, name)))
 
 
 def _quicken_simulator():

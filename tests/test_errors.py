@@ -241,7 +241,7 @@ WRONG_DTYPES = [
 ]
 
 WRONG_SCALARS = [
-    refusal(f"{name}-{value!r}", TypeError, [f"{name} must be an int", repr(value)], given(**{name: value}))
+    refusal(f"{name}-{type(value).__module__}-{type(value).__name__}", TypeError, [f"{name} must be an int", repr(value)], given(**{name: value}))
     for name in ("layer_idx", "top_k", "kpool", "scores_budget_bytes")
     for value in (True, np.bool_(True), 1.0, np.float32(1), "1")
 ] + [
@@ -268,7 +268,7 @@ WRONG_SCALARS = [
                                   ("arithmetic", ["'exact'", "'wgmma'"], ["fast", "mma"]))
     for value in values
 ] + [
-    refusal(f"{name}-{type(value).__name__}", TypeError, [f"{name} must be a str", f"{value!r}"], given(**{name: value}))
+    refusal(f"{name}-{type(value).__module__}-{type(value).__name__}", TypeError, [f"{name} must be a str", f"{value!r}"], given(**{name: value}))
     for name in ("mask", "order", "arithmetic") for value in (None, 0, b"causal")
 ] + [
     refusal("wgmma-fnuz", ValueError, ["wgmma", "float8_e4m3fn ", "got float8_e4m3fnuz"],
@@ -392,7 +392,7 @@ WRONG_LAYOUTS = [
     refusal("pages-P*D", ValueError, ["pages", "P * D", "multiple of 4", "got 15"], fused_pages(lambda p: pages_of(5, 3, 9)),
             fused=True),
     refusal("pages-page-stride", ValueError, ["pages", "page stride", "multiple of 4", "got 34"],
-            fused_pages(lambda p: np.pad(p.reshape(5, 32), ((0, 0), (0, 2)))[:, :32].reshape(5, 4, 1, 8, copy=False)), fused=True),
+            fused_pages(lambda p: np.pad(p.reshape(5, 32), ((0, 0), (0, 2)))[:, :32].reshape(5, 4, 1, 8)), fused=True),
     refusal("pages-address", ValueError, ["pages", "address", "multiple of 4"], fused_pages(lambda p: misaligned(p, 2)),
             fused=True),
 ]
@@ -506,6 +506,53 @@ def test_the_call_that_the_cases_change_is_valid(fused):
     """Else every refusal could be that of something else."""
     for kind in FUNCTIONS:
         assert_accepted(kind, valid_arguments(fused))
+
+
+def huge(*shape, dtype):
+    """An array of any shape in the memory of one item."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def test_dimensions_past_int32_are_refused():
+    """Strides are free, so an array of a few bytes can claim them."""
+    lengths, table = np.zeros(1, np.uint32), np.zeros((1, 1), np.uint32)
+    with pytest.raises(ValueError, match=r"blocks must have num_blocks and P of at most 2147483647, got 1 and 2147483648"):
+        PagedKeyCache(huge(1, 1, 1, 2**31, 1, 1, dtype=np.uint8), huge(1, 1, 1, 2**31, 1, 1, dtype=np.float32), lengths, table)
+    cache = PagedKeyCache(huge(1, 1, 1, 4, 1, 1, dtype=np.uint8), huge(1, 1, 1, 4, 1, 1, dtype=np.float32), lengths, table)
+    offsets = np.uint32([0, 2**31])
+    message = r"q must have shape \[T, H, D\] with H of at least 1 and both at most 2147483647"
+    for shape in ((2**31, 1), (1, 2**31)):
+        for kind in FUNCTIONS:
+            for function in FUNCTIONS[kind]:
+                with pytest.raises(ValueError, match=message):
+                    function(huge(*shape, 1, dtype=np.uint8), huge(*shape, dtype=np.float32), offsets, cache,
+                             **({"top_k": 1} if kind == "select" else {}))
+
+
+@pytest.mark.parametrize("top_k", [2**62, 2**63, 2**70])
+def test_a_result_past_the_address_space_is_refused(top_k):
+    for function in FUNCTIONS["select"]:
+        with pytest.raises(ValueError, match=rf"top_k must leave T x top_k int32 within .* bytes \(T = 5\), got {top_k}"):
+            call("select", function, {**valid_arguments(), "top_k": top_k, "out": None, "out_scores": None})
+
+
+@pytest.mark.parametrize("kpool", [2**31, 2**63, 2**70])
+def test_a_pool_longer_than_every_request_is_never_full(kpool):
+    args = {**valid_arguments(), "kpool": kpool}
+    assert (call("select", FUNCTIONS["select"][0], args) == -1).all()
+    assert call("score", FUNCTIONS["score"][0], args).shape == (5, 0)
+    with may_lack_device():
+        assert (call("select", FUNCTIONS["select"][1], args) == -1).all()
+
+
+@pytest.mark.parametrize("name", ["q", "q_s", "blocks", "scales", "input_row_offsets", "out"])
+def test_masked_arrays_are_refused(name):
+    args = valid_arguments()
+    args[name] = np.ma.array(args[name], mask=False)
+    for kind in ("select",) if name in SELECT_ONLY else FUNCTIONS:
+        for function in FUNCTIONS[kind]:
+            with pytest.raises(TypeError, match=rf"{name} must be an array without a mask, got MaskedArray"):
+                call(kind, function, args)
 
 
 def test_auto_is_no_arithmetic_of_the_oracle():
@@ -652,6 +699,7 @@ def wider_table(columns, dtype=np.uint32, value=2**31 - 1):
 ACCEPTED = {
     "bounds-exact": given(max_prompt_length=3, max_context_length=6),
     "bounds-large": given(max_prompt_length=2**20, max_context_length=2**40),
+    "bounds-beyond-64-bits": given(max_prompt_length=2**70, max_context_length=2**70),
     "bounds-beyond-the-table": given(max_context_length=10**6),
     "table-wider": wider_table(100),
     "table-wider-negative-ids": wider_table(2, np.int32, -1),
@@ -711,7 +759,7 @@ def test_bytes_of_the_declared_kind(fused):
 
 @pytest.mark.parametrize("change", [
     lambda p: p,
-    lambda p: np.pad(p.reshape(5, 32), ((0, 0), (0, 12)), constant_values=0x7F)[:, :32].reshape(5, 4, 1, 8, copy=False),
+    lambda p: np.pad(p.reshape(5, 32), ((0, 0), (0, 12)), constant_values=0x7F)[:, :32].reshape(5, 4, 1, 8),
     lambda p: p[::-1].copy()[::-1],
     lambda p: misaligned(p, 4),
     read_only,

@@ -1,4 +1,6 @@
 """What only a real GPU shows: real sizes, arrays of other libraries, streams, capture, and metadata on the device."""
+import pathlib
+
 import numpy as np
 import pytest
 from assertions import assert_same_bits
@@ -317,3 +319,30 @@ def test_a_table_too_narrow_stays_inside_the_arrays():
     assert_lawful(got, 3 * 64)
     assert (batch.lookup_table[3] == UNUSED_ID).sum() >= 1
     assert_same_bits(got[41:], batch.select(ORACLE)[41:])
+
+
+def test_the_readme_example():
+    torch = pytest.importorskip("torch")
+    readme = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+    code = readme.split("```python\n")[1].split("```")[0]
+    scope = {}
+    exec(code, scope)
+    host = [scope[name].view(torch.uint8).cpu().numpy() if name in ("q", "keys") else scope[name].cpu().numpy()
+            for name in ("q", "q_s", "offsets", "keys", "scales", "lengths", "pages")]
+    want = ORACLE(*host[:3], indexer.PagedKeyCache(*host[3:]), top_k=2048)
+    assert_same_bits(to_host(scope["indices"]), want)
+
+
+def test_device_memory_is_flat_over_growing_calls():
+    """60 calls with a score matrix that grows to 30 MB: what is in use after each is what was in use before."""
+    free = []
+    for step in range(60):
+        batch = make_batch(np.random.default_rng(step), new_tokens=[64], cached=[2000 * step], num_heads=1, head_dim=4, top_k=16)
+        arguments = batch.arguments(to_numba)
+        for _ in range(4):
+            SELECT(*arguments, top_k=16)
+        cuda.synchronize()
+        del arguments
+        cuda.current_context().deallocations.clear()
+        free.append(cuda.current_context().get_memory_info().free)
+    assert max(free[5:]) - min(free[5:]) <= 96 * 2**20, free

@@ -33,7 +33,8 @@ def test_the_score_matrix_stays_within_the_budget_or_one_row(budget, rows):
     plan = plan_of(scores_budget_bytes=budget)
     assert plan.width == 1000
     assert plan.rows_per_chunk == rows
-    assert plan.scores_bytes == 4 * 1000 * rows <= max(budget, 4 * 1000)
+    assert plan.scores_shape == (rows, 1000)
+    assert 4 * rows * 1000 <= max(budget, 4 * 1000)
 
 
 def test_chunks_cover_every_row_once():
@@ -49,11 +50,11 @@ def test_rows_need_no_scores_only_where_all_are_selected_and_nobody_asks():
 
 
 def test_sort_scratch_is_bounded_by_top_k():
-    assert plan_of().rank_width == plan_of().rank_bytes == 0
+    assert plan_of().rank_width == 0
     assert plan_of(order="score").rank_width == 128
     assert plan_of(order="score", top_k=128).rank_width == 128
     assert plan_of(order="score", top_k=10**9).rank_width == 1024          # of 1000 candidates
-    assert plan_of(order="score").rank_bytes == 8 * 8 * 128 <= 2 * 8 * (8 * 100)
+    assert plan_of(order="score").ranks_shape == (8, 128)
 
 
 def test_a_width_of_zero_has_a_plan():

@@ -1041,7 +1041,7 @@ def test_inputs_are_left_alone():
 
 @pytest.mark.parametrize("module", ["indexer.reference", "indexer.problem", "indexer"])
 def test_imports_no_fast_code(module):
-    """Neither the oracle nor the package itself loads more than NumPy, ml_dtypes, the standard library and the oracle's rooms."""
+    """Neither the oracle nor the package itself loads more than NumPy, ml_dtypes, the standard library and the oracle's modules."""
     script = f"""
 import sys
 import ml_dtypes, numpy
@@ -1054,6 +1054,6 @@ assert not {{'numba', 'torch', 'cuda', 'cupy', 'numba_cuda'}} & {{name.split('.'
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    others, rooms = result.stdout.splitlines()
+    others, modules = result.stdout.splitlines()
     assert set(others.split()) <= {"indexer", "numpy", "ml_dtypes"}
-    assert set(rooms.split()) == {"indexer", "indexer.problem", "indexer.reference"}
+    assert set(modules.split()) == {"indexer", "indexer.problem", "indexer.reference"}
