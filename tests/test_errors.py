@@ -241,7 +241,8 @@ WRONG_DTYPES = [
 ]
 
 WRONG_SCALARS = [
-    refusal(f"{name}-{type(value).__module__}-{type(value).__name__}", TypeError, [f"{name} must be an int", repr(value)], given(**{name: value}))
+    refusal(f"{name}-{type(value).__module__}-{type(value).__name__}", TypeError, [f"{name} must be an int", repr(value)],
+            given(**{name: value}))
     for name in ("layer_idx", "top_k", "kpool", "scores_budget_bytes")
     for value in (True, np.bool_(True), 1.0, np.float32(1), "1")
 ] + [
@@ -268,7 +269,7 @@ WRONG_SCALARS = [
                                   ("arithmetic", ["'exact'", "'wgmma'"], ["fast", "mma"]))
     for value in values
 ] + [
-    refusal(f"{name}-{type(value).__module__}-{type(value).__name__}", TypeError, [f"{name} must be a str", f"{value!r}"], given(**{name: value}))
+    refusal(f"{name}-{type(value).__name__}", TypeError, [f"{name} must be a str", f"{value!r}"], given(**{name: value}))
     for name in ("mask", "order", "arithmetic") for value in (None, 0, b"causal")
 ] + [
     refusal("wgmma-fnuz", ValueError, ["wgmma", "float8_e4m3fn ", "got float8_e4m3fnuz"],
