@@ -12,7 +12,7 @@ import numpy as np
 from numba import cuda, int64
 from numba.cuda import types
 
-from . import scoring, selection
+from . import sampled_selection, scoring, selection
 from .device import (
     MAX_GRID,
     Kernel,
@@ -20,6 +20,7 @@ from .device import (
     copy_to_host,
     is_capturing,
     kernel_array,
+    max_shared_bytes,
     num_multiprocessors,
     on_device_of,
     stream_handle,
@@ -91,7 +92,7 @@ def mla_indexer_ragged_float8_paged(
         device_out = work.output(out, shape, "int32")
         device_scores = None if call.out_scores is None else work.output(out_scores, shape, "float32")
         if call.num_tokens:
-            plan = Plan.of(call, num_multiprocessors(), with_scores=device_scores is not None)
+            plan = Plan.of(call, num_multiprocessors(), max_shared_bytes(), with_scores=device_scores is not None)
             work.select(plan, device_out, device_scores)
         if call.out_scores is not None:
             work.deliver(device_scores, call.out_scores)
@@ -122,7 +123,7 @@ def index_scores(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, la
         work = _Work(call, stream)
         scores = work.memory.empty((call.num_tokens, call.width), "float32")
         if call.num_tokens and call.width:
-            work.score_all(Plan.of(call, num_multiprocessors(), with_scores=True), scores)
+            work.score_all(Plan.of(call, num_multiprocessors(), max_shared_bytes(), with_scores=True), scores)
         return work.deliver(scores, None)
 
 
@@ -167,6 +168,8 @@ class Plan:
         Blocks that share the key tiles of a row.
     skip_up_to : int
         Rows with at most so many candidates need no scores: all are selected.
+    num_pieces : int
+        Blocks that share a row in selection; 0 for the portable kernel, which has one block per row.
     rank_width : int
         Entries per row that are sorted; 0 for order "index".
     """
@@ -176,11 +179,12 @@ class Plan:
     width: int
     num_splits: int
     skip_up_to: int
+    num_pieces: int
     rank_width: int
 
     @classmethod
-    def of(cls, call: Call, num_multiprocessors: int, *, with_scores: bool) -> Plan:
-        """The plan for a checked call; `with_scores` if scores are part of its result."""
+    def of(cls, call: Call, num_multiprocessors: int, shared_bytes_limit: int, *, with_scores: bool) -> Plan:
+        """The plan for a checked call on such a device; `with_scores` if scores are part of its result."""
         tile = scoring.score_tile(call.num_heads)
         width = max(1, call.width)
         num_tiles = -(-width // tile.block_kv)
@@ -189,7 +193,10 @@ class Plan:
         by_score = call.order == "score"
         skip_up_to = 0 if with_scores or by_score else min(call.top_k, width)
         rank_width = selection.next_power_of_two(max(1, min(call.top_k, width))) if by_score else 0
-        return cls(tile, num_rows, width, num_splits, skip_up_to, rank_width)
+        num_pieces = 0
+        if sampled_selection.supports(width, call.top_k, shared_bytes_limit):
+            num_pieces = sampled_selection.pieces_per_row(num_rows, width, num_multiprocessors)
+        return cls(tile, num_rows, width, num_splits, skip_up_to, num_pieces, rank_width)
 
     @property
     def scores_shape(self) -> tuple[int, int]:
@@ -200,6 +207,11 @@ class Plan:
     def ranks_shape(self) -> tuple[int, int]:
         """Of the sort's scratch, uint64."""
         return self.rows_per_chunk, self.rank_width
+
+    @property
+    def lists_shape(self) -> tuple[int, int]:
+        """Of what the blocks that share a row hand over, uint32."""
+        return (self.rows_per_chunk, 2 * sampled_selection.CAPACITY) if self.num_pieces > 1 else (1, 1)
 
     def chunks(self, num_tokens: int) -> list[tuple[int, int]]:
         """Half-open ranges of tokens that are scored and selected at a time."""
@@ -251,21 +263,22 @@ class _Work:
             return torch.from_numpy(host)
         return host
 
-    def locate_rows(self, width: int) -> tuple[Any, Any]:
-        """Request and candidate count of every row: two int32 [T] on the device."""
+    def locate_rows(self, width: int) -> tuple[Any, Any, Any]:
+        """Request and candidate count of every row, int32 [T], and zeros [T, 2], on the device."""
         call = self.call
-        request, candidates = (kernel_array(self.memory.scratch((call.num_tokens,), "int32")) for _ in range(2))
+        request, candidates, state = (kernel_array(self.memory.scratch(shape, "int32"))
+                                      for shape in ((call.num_tokens,), (call.num_tokens,), (call.num_tokens, 2)))
         num_blocks = -(-call.num_tokens // ROW_THREADS)
         LOCATE_ROWS.launch(num_blocks, self.handle, self.offsets, self.lengths, int(call.causal), call.kpool,
-                           width, request, candidates)
-        return request, candidates
+                           width, request, candidates, state)
+        return request, candidates, state
 
-    def score(self, plan: Plan, rows: tuple[Any, Any], start: int, stop: int, scores: Any, bits: Any, skip_up_to: int) -> None:
+    def score(self, plan: Plan, rows: tuple[Any, Any, Any], start: int, stop: int, scores: Any, bits: Any, skip_up_to: int) -> None:
         """Scores of the tokens [start, stop) into the first rows of `scores`; `bits` is the same memory."""
         code = scoring.FP8_CODES[self.call.fp8_dtype]
         scoring.exact_scorer(plan.tile).launch(
-            (stop - start) * plan.num_splits, self.handle, self.q, self.q_s, self.keys, self.key_scales, self.table, *rows, scores,
-            bits, start, skip_up_to, plan.num_splits, code.nan_mask, code.nan_bits, np.float32(code.unit**2))
+            (stop - start) * plan.num_splits, self.handle, self.q, self.q_s, self.keys, self.key_scales, self.table, *rows[:2],
+            scores, bits, start, skip_up_to, plan.num_splits, code.nan_mask, code.nan_bits, np.float32(code.unit**2))
 
     def select(self, plan: Plan, out: Any, out_scores: Any) -> None:
         """The whole operator, one chunk of rows after the other."""
@@ -277,12 +290,18 @@ class _Work:
         if out_scores is None:
             out_scores = self.memory.scratch((1, 1), "float32")
         targets = kernel_array(out), kernel_array(out_scores, "uint32"), with_scores
+        lists = kernel_array(self.memory.scratch(plan.lists_shape, "int32"), "uint32")
         if plan.rank_width:
             ranks = kernel_array(self.memory.scratch(plan.ranks_shape, "uint64"), "uint64")
         for start, stop in plan.chunks(call.num_tokens):
             if call.width:
                 self.score(plan, rows, start, stop, scores, bits, plan.skip_up_to)
-            selection.SELECT_ROWS.launch(stop - start, self.handle, bits, rows[1], start, *targets)
+            if plan.num_pieces:
+                sampled_selection.SELECT_ROWS_SAMPLED.launch(
+                    (stop - start) * plan.num_pieces, self.handle, bits, rows[1], start, *targets, plan.num_pieces, lists, rows[2],
+                    shared_bytes=sampled_selection.shared_bytes(plan.width))
+            else:
+                selection.SELECT_ROWS.launch(stop - start, self.handle, bits, rows[1], start, *targets)
             if plan.rank_width:
                 selection.RANK_ROWS.launch(stop - start, self.handle, bits, rows[1], start, *targets, ranks)
 
@@ -296,8 +315,8 @@ class _Work:
             self.score(plan, rows, start, stop, scores[start:stop], bits[start:stop], 0)
 
 
-def _locate_rows(offsets, lengths, causal, kpool, width, row_request, row_candidates):
-    """Request and candidate count of every token, one thread each.
+def _locate_rows(offsets, lengths, causal, kpool, width, row_request, row_candidates, row_state):
+    """Request and candidate count of every token, and a clean state, one thread each.
 
     The request is the last one whose offset is not behind the token; whatever offsets and lengths hold, the search ends inside them
     and the count is clamped to [0, width].
@@ -320,6 +339,8 @@ def _locate_rows(offsets, lengths, causal, kpool, width, row_request, row_candid
             count = max(visible, int64(0)) // int64(kpool)
         row_request[token] = low
         row_candidates[token] = min(count, int64(width))
+        for i in range(2):
+            row_state[token, i] = 0
 
 
 def _fill_outside(bits, row_candidates):
@@ -332,6 +353,6 @@ def _fill_outside(bits, row_candidates):
 LOCATE_ROWS = Kernel(
     _locate_rows,
     (types.Array(types.int32, 1, "A"), types.Array(types.int32, 1, "A"), types.int32, types.int64, types.int64,
-     types.Array(types.int32, 1, "C"), types.Array(types.int32, 1, "C")),
+     types.Array(types.int32, 1, "C"), types.Array(types.int32, 1, "C"), types.Array(types.int32, 2, "C")),
     ROW_THREADS)
 FILL_OUTSIDE = Kernel(_fill_outside, (types.Array(types.uint32, 2, "C"), types.Array(types.int32, 1, "C")), ROW_THREADS)

@@ -78,6 +78,11 @@ def _ordinal(view: ArrayView) -> int:
     return int(ordinal)
 
 
+def max_shared_bytes() -> int:
+    """Shared memory that a block can have on the current device."""
+    return 48 * 1024 if SIMULATED else cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+
+
 def num_multiprocessors() -> int:
     """Streaming multiprocessors of the current device."""
     return 1 if SIMULATED else cuda.get_current_device().MULTIPROCESSOR_COUNT
@@ -246,28 +251,33 @@ class Kernel:
         Explicit, so that a Python int never makes a second, 64-bit specialisation.
     threads : int
         Threads per block.
+    blocks_per_multiprocessor : int
+        Blocks that must fit on a multiprocessor. Without this bound, ptxas picks an occupancy of its own and spills to reach it.
     """
 
     function: Callable[..., None]
     signature: tuple[Any, ...]
     threads: int
+    blocks_per_multiprocessor: int = 3
 
     @property
     def launch_bounds(self) -> tuple[int, int]:
-        """Threads per block and blocks per multiprocessor: room for three blocks. Without the second bound, ptxas picks an
-        occupancy of its own and spills to reach it."""
-        return self.threads, 3
+        """As numba takes them."""
+        return self.threads, self.blocks_per_multiprocessor
 
-    def launch(self, num_blocks: int, handle: int, *args: Any) -> None:
-        """Enqueues `num_blocks` blocks on the stream; arrays as `kernel_array` gives them."""
+    def launch(self, num_blocks: int, handle: int, *args: Any, shared_bytes: int = 0) -> None:
+        """Enqueues `num_blocks` blocks on the stream; arrays as `kernel_array` gives them. `shared_bytes` of dynamic memory."""
         if not 0 < num_blocks <= MAX_GRID:
             raise ValueError(f"a launch takes 1 to {MAX_GRID} blocks, got {num_blocks}")
         if SIMULATED:
             _simulated(self)[num_blocks, self.threads](*args)
             return
         from cuda.core import Stream
-        compiled = _compiled(self, tuple(cuda.get_current_device().compute_capability))
-        compiled.launch(args, (num_blocks, 1, 1), (self.threads, 1, 1), Stream.from_handle(handle))
+        device = cuda.get_current_device()
+        compiled = _compiled(self, tuple(device.compute_capability))
+        if shared_bytes:
+            _allow_dynamic_shared(compiled, device.id)
+        compiled.launch(args, (num_blocks, 1, 1), (self.threads, 1, 1), Stream.from_handle(handle), shared_bytes)
 
 
 @functools.cache
@@ -281,3 +291,14 @@ def _compiled(kernel: Kernel, capability: tuple[int, int]) -> Any:
     and a contiguous one run the same machine code."""
     dispatcher = cuda.jit([kernel.signature], launch_bounds=kernel.launch_bounds)(kernel.function)
     return dispatcher.overloads[kernel.signature]
+
+
+@functools.cache
+def _allow_dynamic_shared(compiled: Any, ordinal: int) -> None:
+    """Lifts the default limit of 48 KiB to the device's own; numba does not."""
+    from cuda.bindings import driver
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    kernel = compiled._codelibrary.get_cufunc().kernel.handle
+    error, = driver.cuKernelSetAttribute(attribute, max_shared_bytes(), kernel, driver.CUdevice(ordinal))
+    if int(error):
+        raise RuntimeError(f"the limit of dynamic shared memory could not be raised to {max_shared_bytes()} bytes: {error.name}")

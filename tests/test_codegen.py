@@ -11,13 +11,14 @@ import pytest
 from numba import cuda
 from wgmma_kernel import WGMMA
 
-from indexer import cuda_kernels, scoring, selection
+from indexer import cuda_kernels, sampled_selection, scoring, selection
 
 TARGETS = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]
 HEAD_COUNTS = (8, 16, 32, 64)
 KERNELS = {
     **{f"exact_scorer_{heads}": scoring.exact_scorer(scoring.score_tile(heads)) for heads in HEAD_COUNTS},
     "select_rows": selection.SELECT_ROWS,
+    "select_rows_sampled": sampled_selection.SELECT_ROWS_SAMPLED,
     "rank_rows": selection.RANK_ROWS,
     "locate_rows": cuda_kernels.LOCATE_ROWS,
     "fill_outside": cuda_kernels.FILL_OUTSIDE,

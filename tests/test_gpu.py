@@ -7,7 +7,7 @@ from assertions import assert_same_bits
 from numba import cuda
 
 import indexer
-from indexer import reference
+from indexer import reference, sampled_selection
 from indexer.batches import UNUSED_ID, make_batch, random_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernels]
@@ -78,6 +78,91 @@ def test_long_rows(regime, num_keys):
     batch = make_batch(np.random.default_rng(1), new_tokens=[2], cached=[num_keys - 2], num_heads=1, head_dim=4, regime=regime,
                        top_k=2048, order="score")
     assert_same_bits(batch.select(SELECT), batch.select(ORACLE))
+
+
+def planted(rows, top_k, **options):
+    """Decode requests with these rows of scores: queries and keys are one-hot, so the score of a key is its scale."""
+    batch = make_batch(np.random.default_rng(0), new_tokens=[1] * len(rows), cached=[len(row) - 1 for row in rows], num_heads=1,
+                       head_dim=4, page_size=64, regime="one-bin", top_k=top_k, **options)
+    for row, table in zip(rows, batch.lookup_table):
+        at = np.arange(len(row))
+        batch.scales[table[at // 64], 0, 0, at % 64, 0, 0] = row
+    return batch
+
+
+def row_of(kind, size, rng):
+    """A row of scores of a kind that has misled selections elsewhere."""
+    gaussian = rng.standard_normal(size).astype(np.float32)
+    if kind == "ascending":
+        return np.sort(gaussian)
+    if kind == "descending":
+        return np.sort(gaussian)[::-1]
+    if kind == "plateau":
+        return np.maximum(gaussian - 2, np.float32(0))
+    if kind == "ties":
+        return np.ones_like(gaussian)
+    if kind == "nan":
+        return np.where(rng.random(size) < 0.97, np.float32(np.nan), gaussian)
+    if kind == "infinite":
+        return rng.choice(np.float32([np.inf, -np.inf, 1, -0.0, 0.0]), size)
+    if kind == "low bits":
+        return (np.uint32(0x3F800000) + rng.integers(0, 1024, size, np.uint32)).view(np.float32)
+    if kind == "bits":
+        return rng.integers(0, 2**32, size, np.uint32).view(np.float32)
+    return gaussian
+
+
+KINDS = ("gaussian", "ascending", "descending", "plateau", "ties", "nan", "infinite", "low bits", "bits")
+
+
+def selected(batch, function, **extra):
+    out_scores = np.full((batch.num_tokens, batch.top_k), np.nan, np.float32)
+    return batch.select(function, out_scores=out_scores, **extra), out_scores
+
+
+@pytest.mark.parametrize("top_k", [1, 777, 2048, 4096])
+@pytest.mark.parametrize("kind", KINDS)
+def test_selection_of_every_kind_of_row(kind, top_k):
+    """Rows around every limit of the kernel: as long as top_k, as a block holds, sampled, shared among blocks."""
+    rng = np.random.default_rng([top_k, len(kind)])
+    rows = [row_of(kind, size, rng) for size in (1, top_k, top_k + 1, 8192, 8193, 8223, 20_000, 70_001, 131_072)]
+    few = planted(rows, top_k)
+    for batch in (few, planted(rows[2:6] * 40, top_k)):                 # blocks share the rows, or have one each
+        for got, want in zip(selected(batch, SELECT), selected(batch, ORACLE)):
+            assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("num_rows", [1, 140])
+@pytest.mark.parametrize("sample_is_best", [True, False])
+def test_a_sample_that_misleads_changes_nothing(sample_is_best, num_rows):
+    """Scores planted where the bound is sampled: with the best all there it is too high, with the worst all there too low."""
+    size, rng = 40_000, np.random.default_rng(4)
+    lines = 64                                                          # of 32 scores each: 2048
+    sampled = (np.arange(lines)[:, None] * (size // lines) + np.arange(32)).ravel()
+    row = rng.random(size, np.float32)
+    row[sampled] += np.float32(2 if sample_is_best else -2)
+    batch = planted([row] * num_rows, 3000)
+    want = ORACLE(*planted([row], 3000).arguments(), top_k=3000)
+    assert_same_bits(batch.select(SELECT), np.repeat(want, num_rows, axis=0))
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "plateau"])
+def test_selection_is_the_same_on_every_run(kind):
+    rng = np.random.default_rng(5)
+    batch = planted([row_of(kind, 50_000, rng) for _ in range(3)], 2048)
+    arguments = batch.arguments(to_numba)
+    first = to_host(SELECT(*arguments, top_k=2048))
+    for _ in range(25):
+        assert_same_bits(to_host(SELECT(*arguments, top_k=2048)), first)
+
+
+def test_the_portable_selection_on_a_gpu(monkeypatch):
+    """What other cards and the simulator use, on the same batches."""
+    monkeypatch.setattr(sampled_selection, "supports", lambda *_: False)
+    for seed in range(60):
+        batch = random_batch(np.random.default_rng([12, seed]))
+        for got, want in zip(selected(batch, SELECT), selected(batch, ORACLE)):
+            assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("top_k", [1, 4096, 10_000])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from assertions import assert_same_bits
 
-from indexer import scoring, selection
+from indexer import sampled_selection, scoring, selection
 from indexer.batches import make_batch
 from indexer.cuda_kernels import Plan
 from indexer.device import MAX_GRID, SIMULATED, Kernel
@@ -13,12 +13,12 @@ from indexer.problem import FP8_DTYPES, ArrayView, check_call, decode_table, des
 decode = scoring.decode.fn if SIMULATED else scoring.decode.py_func
 
 
-def plan_of(num_multiprocessors=132, with_scores=False, **options):
+def plan_of(num_multiprocessors=132, shared_bytes_limit=232_448, with_scores=False, **options):
     options = {"new_tokens": [8], "cached": [992], "num_heads": 64, "head_dim": 32, "page_size": 64, "top_k": 100, **options}
     batch = make_batch(np.random.default_rng(0), **options)
     call = check_call(*batch.arguments(), mask=batch.mask, kpool=batch.kpool, arithmetic="exact", top_k=batch.top_k,
                       order=batch.order, scores_budget_bytes=batch.scores_budget_bytes)
-    return Plan.of(call, num_multiprocessors, with_scores=with_scores)
+    return Plan.of(call, num_multiprocessors, shared_bytes_limit, with_scores=with_scores)
 
 
 # ------------------------------------------------------------------------------------------------------------------ plans
@@ -55,6 +55,33 @@ def test_sort_scratch_is_bounded_by_top_k():
     assert plan_of(order="score", top_k=128).rank_width == 128
     assert plan_of(order="score", top_k=10**9).rank_width == 1024          # of 1000 candidates
     assert plan_of(order="score").ranks_shape == (8, 128)
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator has no warp collectives")
+def test_selection_takes_the_kernel_that_fits():
+    assert plan_of().num_pieces == 1
+    assert plan_of(shared_bytes_limit=64 * 1024).num_pieces == 0           # less than its buffers
+    assert plan_of(top_k=4096).num_pieces == 1
+    assert plan_of(top_k=4097).num_pieces == 0                             # more than half of what a block holds
+    # 73,888 bytes of buffers and one bit per candidate; 232,448 bytes per block on Hopper
+    assert sampled_selection.shared_bytes(0) == 4 * (2 * 8192 + 2048 + 40) == 73_888
+    assert sampled_selection.shared_bytes(33) == 73_888 + 8
+    widest = (232_448 - 73_888) * 8
+    assert sampled_selection.supports(widest, 2048, 232_448)
+    assert not sampled_selection.supports(widest + 1, 2048, 232_448)
+
+
+@pytest.mark.parametrize(("rows", "width", "pieces"), [
+    (1, 131_072, 32), (1, 9000, 3), (8, 65_536, 16), (32, 131_072, 4), (64, 32_768, 2), (128, 8192, 1), (4096, 65_536, 1)])
+def test_few_rows_are_shared_among_blocks(rows, width, pieces):
+    assert sampled_selection.pieces_per_row(rows, width, 132) == pieces
+
+
+def test_what_is_handed_over_is_allocated_for_shared_rows_only():
+    assert plan_of().lists_shape == (1, 1)
+    if not SIMULATED:
+        assert plan_of(new_tokens=[2], cached=[20_000]).num_pieces == 5
+        assert plan_of(new_tokens=[2], cached=[20_000]).lists_shape == (2, 2 * 8192)
 
 
 def test_a_width_of_zero_has_a_plan():

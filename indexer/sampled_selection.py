@@ -1,0 +1,389 @@
+"""Exact selection that reads a row once: a sample gives a bound of the k-th best score, the row is streamed past it.
+
+What passes the bound, a few more scores than are wanted, goes to shared memory, where a radix search finds the k-th best of it.
+Several blocks may share a row: each streams a piece, the last one to finish goes on with what all of them found. Nothing is waited
+for, so the blocks need not run at the same time.
+
+The bound only saves time. Score and position make one total order for it too, so no number of ties gets past it; and if it was too
+high or too low after all, the search runs over the row itself. Rows of up to `DIRECT` candidates need no sample.
+
+It uses warp collectives, which numba's simulator lacks; there, and where a row's bitmap does not fit in shared memory,
+`selection.SELECT_ROWS` does the same.
+"""
+from __future__ import annotations
+
+import math
+
+from numba import cuda, float32, int32, int64, uint32
+from numba.cuda import types
+
+from .device import SIMULATED, Kernel
+from .selection import MINUS_INF_BITS, SELECT_SIGNATURE, sortable
+
+THREADS = 512
+NUM_WARPS = THREADS // 32
+ITEMS = 16                                    # keys that a thread holds in registers
+CAPACITY = THREADS * ITEMS                    # keys that a block holds
+DIRECT = CAPACITY
+WARP_TILE = 32 * ITEMS                        # consecutive scores that a warp streams at a time
+FIRST_SAMPLE = 2048                           # scores, in lines of 32; doubled where more are needed
+DIGIT_BITS = 11                               # of the radix search
+NUM_BINS = 1 << DIGIT_BITS
+BINS_PER_THREAD = NUM_BINS // THREADS
+PLACE_BITS = 22                               # a place is LAST_PLACE - position: lower positions have higher places
+LAST_PLACE = uint32((1 << PLACE_BITS) - 1)
+MAX_TOP_K = CAPACITY // 2
+STEP = int32(THREADS)
+
+# Shared memory of a block, in 32-bit words: keys and positions of what passed the bound, the histogram, a sum per warp, single
+# results, and one bit per candidate of the row.
+KEYS, POSITIONS = 0, CAPACITY
+HISTOGRAM = POSITIONS + CAPACITY
+WARP_SUMS = HISTOGRAM + NUM_BINS
+BIN, ABOVE, IN_BIN, COUNT, HIGHEST, TICKET = range(WARP_SUMS + 32, WARP_SUMS + 38)
+BITMAP = WARP_SUMS + 40
+
+
+def shared_bytes(width: int) -> int:
+    """Dynamic shared memory for rows of up to `width` candidates."""
+    return 4 * (BITMAP + -(-width // 32))
+
+
+def supports(width: int, top_k: int, shared_bytes_limit: int) -> bool:
+    """Whether the kernel takes rows of `width` candidates on a device with that much shared memory per block."""
+    return not SIMULATED and top_k <= MAX_TOP_K and width <= LAST_PLACE and shared_bytes(width) <= shared_bytes_limit
+
+
+def pieces_per_row(num_rows: int, width: int, num_multiprocessors: int) -> int:
+    """Blocks that share a row: as many as fill the GPU once, each with at least half of `DIRECT` candidates, at most 32."""
+    return max(1, min(num_multiprocessors // num_rows, -(-width // (DIRECT // 2)), 32))
+
+
+@cuda.jit(device=True, inline="always")
+def at(base, index):
+    """Index of a shared word, unsigned: a signed one costs a test for negative values."""
+    return uint32(base) + uint32(index)
+
+
+@cuda.jit(device=True, inline="always")
+def warp_running_sum(value, lane):
+    """Sum of `value` over the lanes up to and with this one."""
+    distance = 1
+    while distance < 32:
+        other = cuda.shfl_up_sync(0xFFFFFFFF, value, distance)
+        if lane >= distance:
+            value += other
+        distance *= 2
+    return value
+
+
+@cuda.jit(device=True, inline="always")
+def block_running_sum(shared, value, tid):
+    """Sum of `value` over the threads up to and with this one; synchronises once, and the caller before the next call."""
+    lane = tid & int32(31)
+    warp = tid >> int32(5)
+    running = warp_running_sum(value, lane)
+    if lane == 31:
+        shared[at(WARP_SUMS, warp)] = uint32(running)
+    cuda.syncthreads()
+    of_warp = int32(0)
+    if lane < NUM_WARPS:
+        of_warp = int32(shared[at(WARP_SUMS, lane)])
+    of_warps = warp_running_sum(of_warp, lane)
+    before = cuda.shfl_sync(0xFFFFFFFF, of_warps, (warp + int32(31)) & int32(31))
+    if warp > 0:
+        running += before
+    return running
+
+
+@cuda.jit(device=True, inline="always")
+def choose_bin(shared, missing, tid):
+    """The bin, from the top, in which the `missing`-th entry of the histogram lies: BIN, entries ABOVE it and IN_BIN."""
+    top = uint32(uint32(NUM_BINS - 1) - uint32(BINS_PER_THREAD) * uint32(tid))
+    mine = int32(0)
+    for b in range(BINS_PER_THREAD):
+        mine += int32(shared[uint32(HISTOGRAM) + top - uint32(b)])
+    above = block_running_sum(shared, mine, tid) - mine
+    if above < missing and missing <= above + mine:
+        for b in range(BINS_PER_THREAD):
+            here = int32(shared[uint32(HISTOGRAM) + top - uint32(b)])
+            if above < missing and missing <= above + here:
+                shared[BIN] = top - uint32(b)
+                shared[ABOVE] = uint32(above)
+                shared[IN_BIN] = uint32(here)
+            above += here
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True, inline="always")
+def nth_bit(word, n):
+    """Position of the n-th set bit of a uint32, from 0."""
+    position = uint32(0)
+    width = uint32(16)
+    while width > uint32(0):
+        ones = int32(cuda.popc(word & ((uint32(1) << width) - uint32(1))))
+        if n >= ones:
+            n -= ones
+            word = uint32(word >> width)
+            position = uint32(position + width)
+        width = uint32(width >> uint32(1))
+    return position
+
+
+@cuda.jit(device=True, inline="always")
+def write_in_order(shared, source, target, values, with_scores, candidates, wanted, tid):
+    """Writes the positions whose bit is set, ascending: every thread finds the bit of its output slots."""
+    num_words = (candidates + int32(31)) >> int32(5)
+    words_per_thread = (num_words + STEP - int32(1)) // STEP
+    mine = int32(0)
+    for i in range(tid * words_per_thread, min((tid + int32(1)) * words_per_thread, num_words)):
+        mine += int32(cuda.popc(shared[at(BITMAP, i)]))
+    shared[at(HISTOGRAM, tid)] = uint32(block_running_sum(shared, mine, tid) - mine)
+    cuda.syncthreads()
+    for slot in range(tid, wanted, STEP):
+        thread = int32(0)                     # the last one whose words hold this slot's bit or an earlier one's
+        step = int32(THREADS // 2)
+        while step > int32(0):
+            if int32(shared[at(HISTOGRAM, thread + step)]) <= slot:
+                thread += step
+            step >>= int32(1)
+        rest = slot - int32(shared[at(HISTOGRAM, thread)])
+        i = thread * words_per_thread
+        word = shared[at(BITMAP, i)]
+        ones = int32(cuda.popc(word))
+        while rest >= ones:
+            rest -= ones
+            i += int32(1)
+            word = shared[at(BITMAP, i)]
+            ones = int32(cuda.popc(word))
+        position = uint32((uint32(i) << uint32(5)) + nth_bit(word, rest))
+        target[uint32(slot)] = int32(position)
+        if with_scores != 0:
+            values[uint32(slot)] = source[position]
+
+
+def _select_rows_sampled(bits, row_candidates, first_row, out, out_scores, with_scores, num_pieces, lists, row_state):
+    """out[token] = positions of the min(top_k, v) best scores of row ``token - first_row``, ascending, then -1.
+
+    Block ``row * num_pieces + piece`` streams that piece of its row. Thread t holds keys t, t + THREADS, ... of what is searched,
+    with their positions in shared memory: the row (`DIRECT` candidates or fewer), its sample, or what passed the bound.
+    `row_state` holds, per row, how many did so far and how many blocks are done; it is zero before and after.
+    """
+    shared = cuda.shared.array(0, uint32)
+    item = cuda.local.array(ITEMS, uint32)
+    tid = int32(cuda.threadIdx.x)
+    lane = tid & int32(31)
+    warp = cuda.shfl_sync(0xFFFFFFFF, tid >> int32(5), 0)     # so that the compiler, too, knows it to be one value per warp
+    row = uint32(cuda.blockIdx.x) // uint32(num_pieces)
+    piece = int32(uint32(cuda.blockIdx.x) - row * uint32(num_pieces))
+    token = first_row + int64(row)
+    candidates = row_candidates[token]
+    top_k = int32(out.shape[1])
+    wanted = min(top_k, candidates)
+    source = bits[row]
+    if piece > 0 and candidates <= int32(DIRECT):
+        return
+
+    if candidates <= top_k:
+        for position in range(tid, candidates, STEP):
+            out[token, uint32(position)] = position
+            if with_scores != 0:
+                out_scores[token, uint32(position)] = source[uint32(position)]
+    else:
+        # What is searched: `count` keys, their positions in shared memory; or, from_row, the row itself.
+        sampled = candidates > int32(DIRECT)
+        from_row = False
+        count, spacing = candidates, int32(32)
+        rank, slack = wanted, int32(0)        # the search ends with at most `slack` keys more than `rank`
+        low, key_bits = uint32(0), int32(32)  # it still has to tell apart the keys low ... low + 2**key_bits - 1
+        if sampled:
+            # Five standard deviations more than the sample's share of the wanted; and a sample so large that eight fit.
+            count = int32(FIRST_SAMPLE)
+            share = float32(wanted) * float32(count) / float32(candidates)
+            while count < int32(CAPACITY) and (share + float32(8) * math.sqrt(share) + float32(8)) * float32(candidates) > (
+                    float32(0.9) * float32(CAPACITY) * float32(count)):
+                count *= int32(2)
+                share *= float32(2)
+            rank = int32(share + float32(5) * math.sqrt(share)) + int32(8)
+            slack = rank >> int32(3)
+            spacing = candidates // (count >> int32(5))
+        position = uint32(warp * spacing + lane)
+        rest = count - tid                    # key j of the thread exists if j * THREADS is less
+        for j in range(ITEMS):
+            item[j] = uint32(0)
+            if int32(j * THREADS) < rest:
+                shared[at(POSITIONS + j * THREADS, tid)] = position
+                item[j] = source[position]
+            position = uint32(position + uint32(NUM_WARPS) * uint32(spacing))
+        for j in range(ITEMS):
+            item[j] = sortable(item[j])
+
+        place_low = uint32(0)
+        while True:
+            # Radix search: digits of the key, then of the place, until the keys at or above the bound are few enough.
+            place_low, place_bits = uint32(0), int32(PLACE_BITS)
+            missing = rank
+            extra = slack + int32(1)
+            while extra > slack and key_bits + place_bits > int32(0):
+                by_key = key_bits > int32(0)
+                left = key_bits if by_key else place_bits
+                shift = uint32(max(left - int32(DIGIT_BITS), int32(0)))
+                span = uint32(uint32(0xFFFFFFFF) >> uint32(int32(32) - left))
+                for b in range(BINS_PER_THREAD):
+                    shared[at(HISTOGRAM + b * THREADS, tid)] = uint32(0)
+                cuda.syncthreads()
+                for base in range(int32(0), count, int32(CAPACITY)):
+                    rest = count - tid - base
+                    if from_row:
+                        for j in range(ITEMS):
+                            if int32(j * THREADS) < rest:
+                                item[j] = sortable(source[at(base + tid, j * THREADS)])
+                    if by_key:
+                        for j in range(ITEMS):
+                            if int32(j * THREADS) < rest:
+                                offset = uint32(item[j] - low)
+                                if offset <= span:
+                                    cuda.atomic.add(shared, at(HISTOGRAM, offset >> shift), uint32(1))
+                    else:
+                        for j in range(ITEMS):
+                            if int32(j * THREADS) < rest and item[j] == low:
+                                position = uint32(at(base + tid, j * THREADS))
+                                if not from_row:
+                                    position = shared[at(POSITIONS + j * THREADS, tid)]
+                                offset = uint32(LAST_PLACE - position - place_low)
+                                if offset <= span:
+                                    cuda.atomic.add(shared, at(HISTOGRAM, offset >> shift), uint32(1))
+                cuda.syncthreads()
+                choose_bin(shared, missing, tid)
+                missing -= int32(shared[ABOVE])
+                extra = int32(shared[IN_BIN]) - missing
+                if by_key:
+                    low = uint32(low + (shared[BIN] << shift))
+                    key_bits = int32(shift)
+                else:
+                    place_low = uint32(place_low + (shared[BIN] << shift))
+                    place_bits = int32(shift)
+            if not sampled:
+                break
+
+            # Stream the piece past the bound (low, place_low).
+            sampled = False
+            if tid == 0:
+                shared[COUNT] = uint32(0)
+                shared[HIGHEST] = uint32(0)
+            cuda.syncthreads()
+            num_tiles = (candidates + int32(WARP_TILE - 1)) // int32(WARP_TILE)
+            first_tile = int32(int64(num_tiles) * piece // num_pieces) + warp
+            stop_tile = int32(int64(num_tiles) * (piece + 1) // num_pieces)
+            for tile in range(first_tile, stop_tile, int32(NUM_WARPS)):
+                start = tile * int32(WARP_TILE) + lane
+                whole = (tile + int32(1)) * int32(WARP_TILE) <= candidates
+                if whole:
+                    for j in range(ITEMS):
+                        item[j] = source[uint32(start) + uint32(32 * j)]
+                else:
+                    for j in range(ITEMS):
+                        item[j] = uint32(0)
+                        if start + int32(32 * j) < candidates:
+                            item[j] = source[uint32(start) + uint32(32 * j)]
+                passed = uint32(0)
+                for j in range(ITEMS):
+                    item[j] = sortable(item[j])
+                    if item[j] >= low:
+                        passed = uint32(passed | uint32(1 << j))
+                if not whole or place_low > uint32(0):
+                    for j in range(ITEMS):
+                        position = start + int32(32 * j)
+                        if position >= candidates or (item[j] == low and uint32(LAST_PLACE - uint32(position)) < place_low):
+                            passed = uint32(passed & uint32(0xFFFFFFFF ^ (1 << j)))
+                mine = int32(cuda.popc(passed))
+                running = warp_running_sum(mine, lane)
+                base = int32(0)
+                if lane == 31:
+                    base = int32(cuda.atomic.add(shared, COUNT, uint32(running)))
+                base = cuda.shfl_sync(0xFFFFFFFF, base, 31)
+                to = base + running - mine
+                for j in range(ITEMS):
+                    if passed & uint32(1 << j):
+                        if to < int32(CAPACITY):
+                            shared[at(KEYS, to)] = item[j]
+                            shared[at(POSITIONS, to)] = uint32(start + int32(32 * j))
+                        to += int32(1)
+            cuda.syncthreads()
+            count = int32(shared[COUNT])
+            if num_pieces > 1:
+                # Hand over what was found; the last block to do so takes it all.
+                listing, state = lists[row], row_state[row]
+                if tid == 0:
+                    shared[TICKET] = uint32(cuda.atomic.add(state, 0, count))
+                cuda.syncthreads()
+                base = int32(shared[TICKET])
+                for i in range(tid, min(count, int32(CAPACITY)), STEP):
+                    to = base + i
+                    if to < int32(CAPACITY):
+                        listing[at(KEYS, to)] = shared[at(KEYS, i)]
+                        listing[at(POSITIONS, to)] = shared[at(POSITIONS, i)]
+                cuda.threadfence()
+                cuda.syncthreads()
+                if tid == 0:
+                    shared[TICKET] = uint32(cuda.atomic.add(state, 1, 1))
+                cuda.syncthreads()
+                if int32(shared[TICKET]) != num_pieces - int32(1):
+                    return
+                cuda.threadfence()
+                count = state[0]
+                cuda.syncthreads()
+                if tid == 0:
+                    state[0] = 0
+                    state[1] = 0
+                for i in range(tid, min(count, int32(CAPACITY)), STEP):
+                    shared[at(KEYS, i)] = listing[at(KEYS, i)]
+                    shared[at(POSITIONS, i)] = listing[at(POSITIONS, i)]
+            rest = count - tid
+            highest = uint32(0)
+            for j in range(ITEMS):
+                if int32(j * THREADS) < rest:
+                    item[j] = shared[at(KEYS + j * THREADS, tid)]
+                    highest = uint32(max(highest, item[j]))
+            cuda.atomic.max(shared, HIGHEST, highest)
+            cuda.syncthreads()
+            key_bits = int32(32) - int32(cuda.clz(uint32(shared[HIGHEST] - low)))
+            rank, slack = wanted, int32(0)
+            if count < wanted or count > int32(CAPACITY):     # the sample misled: search the row itself
+                from_row, count = True, candidates
+                low, key_bits = uint32(0), int32(32)
+            cuda.syncthreads()
+
+        for i in range(tid, (candidates + int32(31)) >> int32(5), STEP):
+            shared[at(BITMAP, i)] = uint32(0)
+        cuda.syncthreads()
+        for base in range(int32(0), count, int32(CAPACITY)):
+            rest = count - tid - base
+            for j in range(ITEMS):
+                if int32(j * THREADS) < rest:
+                    key = item[j]
+                    if from_row:
+                        key = sortable(source[at(base + tid, j * THREADS)])
+                    if key >= low:
+                        position = uint32(at(base + tid, j * THREADS))
+                        if not from_row:
+                            position = shared[at(POSITIONS + j * THREADS, tid)]
+                        if key > low or uint32(LAST_PLACE - position) >= place_low:
+                            bit = uint32(uint32(1) << (position & uint32(31)))
+                            cuda.atomic.or_(shared, at(BITMAP, position >> uint32(5)), bit)
+        cuda.syncthreads()
+        write_in_order(shared, source, out[token], out_scores[token], with_scores, candidates, wanted, tid)
+
+    for slot in range(wanted + tid, top_k, STEP):
+        out[token, uint32(slot)] = -1
+        if with_scores != 0:
+            out_scores[token, uint32(slot)] = MINUS_INF_BITS
+
+
+SELECT_ROWS_SAMPLED = Kernel(
+    _select_rows_sampled,
+    (*SELECT_SIGNATURE,
+     types.int32,                             # num_pieces
+     types.Array(types.uint32, 2, "C"),       # lists [rows, 2 * CAPACITY]; [1, 1] for one piece
+     types.Array(types.int32, 2, "C")),       # row_state [rows, 2]
+    THREADS, blocks_per_multiprocessor=2)
