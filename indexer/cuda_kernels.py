@@ -89,8 +89,8 @@ def mla_indexer_ragged_float8_paged(
     with on_device_of(_views(call)):
         work = _Work(call, stream)
         shape = (call.num_tokens, call.top_k)
-        device_out = work.output(out, shape, "int32")
-        device_scores = None if call.out_scores is None else work.output(out_scores, shape, "float32")
+        device_out = work.output(call.out, shape, "int32")
+        device_scores = None if call.out_scores is None else work.output(call.out_scores, shape, "float32")
         if call.num_tokens:
             plan = Plan.of(call, num_multiprocessors(), max_shared_bytes(), with_scores=device_scores is not None)
             work.select(plan, device_out, device_scores)
@@ -245,10 +245,9 @@ class _Work:
             kernel_array(view if view.on_device else self.memory.upload(view))
             for view in (call.q, call.q_s, call.keys, call.key_scales, call.offsets, call.lengths, call.table))
 
-    def output(self, given: Any, shape: tuple[int, int], dtype: str) -> Any:
+    def output(self, given: ArrayView | None, shape: tuple[int, int], dtype: str) -> Any:
         """The caller's array where it is on the device, else a new one."""
-        view = self.call.out if dtype == "int32" else self.call.out_scores
-        return given if view is not None and view.on_device else self.memory.empty(shape, dtype)
+        return given.owner if given is not None and given.on_device else self.memory.empty(shape, dtype)
 
     def deliver(self, array: Any, view: ArrayView | None) -> Any:
         """What the caller gets of a device array: itself, or a host array in which it has been copied."""

@@ -105,6 +105,8 @@ def stream_handle(stream: Any, library: str) -> int:
     ------
     TypeError
         If it is no stream.
+    ValueError
+        If it is an int that no CUstream can be.
     """
     if stream is None:
         if SIMULATED:
