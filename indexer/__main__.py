@@ -136,7 +136,7 @@ def demo(args: argparse.Namespace) -> int:
         print("nothing to compare: the oracle is the reference")
         return 0
     requests = sample_requests(batch, ORACLE_PAIRS[arithmetic])
-    sample, rows = take_requests(batch, requests)
+    sample, rows = batch.take(requests), batch.rows(requests)
     expected = sample.select(reference.mla_indexer_ragged_float8_paged, arithmetic=arithmetic)
     differences = first_difference("indices", expected, out[rows])
     compared = f"{len(rows)} rows of requests {' '.join(map(str, requests))}"
@@ -213,16 +213,6 @@ def sample_requests(batch: Batch, max_pairs: int) -> list[int]:
     cheapest_first = [int(b) for b in np.argsort(pairs, kind="stable") if batch.new_tokens[b]]
     count = int(np.searchsorted(np.cumsum(pairs[cheapest_first]), max_pairs, side="right"))
     return sorted(cheapest_first[:max(1, count)])
-
-
-def take_requests(batch: Batch, requests: list[int]) -> tuple[Batch, np.ndarray]:
-    """A batch of these requests alone, over the same cache, and the rows [rows] they have in `batch`."""
-    starts = batch.input_row_offsets.astype(np.int64)
-    rows = np.concatenate([np.arange(starts[b], starts[b + 1]) for b in requests])
-    offsets = np.concatenate([[0], np.cumsum(batch.new_tokens[requests])]).astype(batch.input_row_offsets.dtype)
-    taken = replace(batch, q=batch.q[rows], q_s=batch.q_s[rows], input_row_offsets=offsets,
-                    cache_lengths=batch.cache_lengths[requests], lookup_table=batch.lookup_table[requests])
-    return taken, rows
 
 
 # ----------------------------------------------------------------------------------------------------------------- check

@@ -5,7 +5,7 @@ bytes, NaN scales and impossible ids.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +71,18 @@ class Batch:
             return (cached + np.repeat(counts, counts)) // self.kpool
         index = np.arange(self.num_tokens) - np.repeat(self.input_row_offsets[:-1].astype(np.int64), counts)
         return (cached + index + 1) // self.kpool
+
+    def rows(self, requests: Sequence[int]) -> np.ndarray:
+        """Query rows of these requests, in their order, int64."""
+        starts = self.input_row_offsets.astype(np.int64)
+        return np.concatenate([np.arange(starts[b], starts[b + 1]) for b in requests])
+
+    def take(self, requests: Sequence[int]) -> Batch:
+        """These requests alone, in this order, over the same cache."""
+        requests, rows = list(requests), self.rows(requests)
+        offsets = np.concatenate([[0], np.cumsum(self.new_tokens[requests])]).astype(self.input_row_offsets.dtype)
+        return replace(self, q=self.q[rows], q_s=self.q_s[rows], input_row_offsets=offsets,
+                       cache_lengths=self.cache_lengths[requests], lookup_table=self.lookup_table[requests])
 
     @property
     def fused_pages(self) -> np.ndarray:

@@ -1,6 +1,6 @@
 """How the host reaches the GPU: devices, streams, memory of the caller's library, compiling and launching.
 
-The kernels' modules know nothing of torch, CuPy or the simulator; this one knows nothing of the operator.
+The kernels' modules know nothing of torch or CuPy; this one knows nothing of the operator.
 """
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ DEFAULT_SCORES_BUDGET_BYTES = 512 * 2**20
 
 _ENDLESS = 2**40                          # more tokens than any request has, whatever its lengths hold: such a pool is never full
 _ADDRESSABLE = 2**63 - 1                  # bytes of an array
-_EXTRA_DTYPES = {"bfloat16": 2}           # names NumPy does not know, with their item sizes; float8_* is 1
 
 
 def decode_table(fp8_dtype: str) -> np.ndarray:
@@ -83,9 +82,7 @@ class ArrayView:
 
     @property
     def itemsize(self) -> int:
-        if self.dtype.startswith("float8"):
-            return 1
-        return _EXTRA_DTYPES.get(self.dtype) or np.dtype(self.dtype).itemsize
+        return np.dtype(self.dtype).itemsize          # ml_dtypes has told NumPy the names of FP8
 
     @property
     def size(self) -> int:
@@ -213,6 +210,15 @@ def _require_layout(view: ArrayView) -> None:
                          f"strides {list(view.strides)}")
 
 
+def _described(name: str, array: Any, dtypes: tuple[str, ...], axes: str, shape: tuple[int | None, ...]) -> ArrayView:
+    """`describe`, with these dtypes, this shape and a legal layout required."""
+    view = describe(name, array)
+    _require_dtype(view, *dtypes)
+    _require_shape(view, axes, shape)
+    _require_layout(view)
+    return view
+
+
 def integer(name: str, value: Any, minimum: int | None = None) -> int:
     """A scalar argument as an int.
 
@@ -319,19 +325,10 @@ class PagedKeyCache:
             raise ValueError(f"{block_view.name} must have num_blocks and P of at most {MAX_POSITION}, got {num_blocks} and "
                              f"{page_size}")
         _require_layout(block_view)
-        scale_view = describe("scales", scales)
-        _require_dtype(scale_view, "float32")
-        _require_shape(scale_view, "[num_blocks, 1, L, P, 1, 1]", (num_blocks, 1, num_layers, page_size, 1, 1))
-        _require_layout(scale_view)
-
-        length_view = describe("cache_lengths", cache_lengths)
-        _require_dtype(length_view, *METADATA_DTYPES)
-        _require_shape(length_view, "[B]", (None,))
-        _require_layout(length_view)
-        table_view = describe("lookup_table", lookup_table)
-        _require_dtype(table_view, *METADATA_DTYPES)
-        _require_shape(table_view, "[B, max_pages]", (length_view.shape[0], None))
-        _require_layout(table_view)
+        scale_view = _described("scales", scales, ("float32",), "[num_blocks, 1, L, P, 1, 1]",
+                                (num_blocks, 1, num_layers, page_size, 1, 1))
+        length_view = _described("cache_lengths", cache_lengths, METADATA_DTYPES, "[B]", (None,))
+        table_view = _described("lookup_table", lookup_table, METADATA_DTYPES, "[B, max_pages]", (length_view.shape[0], None))
 
         self._arrays = blocks, scales, cache_lengths, lookup_table
         self._max_prompt_length = None if max_prompt_length is None else integer("max_prompt_length", max_prompt_length, 0)
@@ -435,8 +432,8 @@ class Call:
 
     Attributes
     ----------
-    num_requests, num_tokens, num_heads, head_dim, page_size, num_blocks, max_pages : int
-        B, T, H, D, P, the blocks of the cache and the width of the lookup table.
+    num_requests, num_tokens, num_heads, page_size : int
+        B, T, H, P.
     width : int
         W: the largest candidate count where lengths are known, else the bound that table and cache bounds give.
     causal : bool
@@ -453,10 +450,7 @@ class Call:
     num_requests: int
     num_tokens: int
     num_heads: int
-    head_dim: int
     page_size: int
-    num_blocks: int
-    max_pages: int
     width: int
     causal: bool
     kpool: int
@@ -534,8 +528,8 @@ def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, laye
         raise ValueError(f'arithmetic "wgmma" needs float8_e4m3fn keys, got {cache.fp8_dtype}')
 
     # shapes
-    num_blocks, _, num_layers, page_size, _, head_dim = blocks.shape
-    num_requests, max_pages = table.shape
+    _, _, num_layers, page_size, _, head_dim = blocks.shape
+    num_requests = table.shape[0]
     _require_shape(q, "[T, H, D]", (None, None, head_dim))
     num_tokens, num_heads, _ = q.shape
     if not 1 <= num_heads <= MAX_POSITION or num_tokens > MAX_POSITION:
@@ -559,9 +553,9 @@ def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, laye
     _check_places(inputs, outputs)
     width = _check_metadata(cache, offsets, lengths, table, num_tokens, kpool)
     return Call(
-        num_requests=num_requests, num_tokens=num_tokens, num_heads=num_heads, head_dim=head_dim, page_size=page_size,
-        num_blocks=num_blocks, max_pages=max_pages, width=width, causal=mask == "causal", kpool=min(kpool, _ENDLESS), top_k=top_k,
-        scores_budget_bytes=scores_budget_bytes, order=order, arithmetic=arithmetic, fp8_dtype=cache.fp8_dtype,
+        num_requests=num_requests, num_tokens=num_tokens, num_heads=num_heads, page_size=page_size, width=width,
+        causal=mask == "causal", kpool=min(kpool, _ENDLESS), top_k=top_k, scores_budget_bytes=scores_budget_bytes, order=order,
+        arithmetic=arithmetic, fp8_dtype=cache.fp8_dtype,
         q=q.sliced(axes=(0, 1, 2), dtype="uint8"), q_s=q_s,
         keys=blocks.sliced(axes=(0, 3, 5), offset=layer_idx * blocks.strides[2], dtype="uint8"),
         key_scales=scales.sliced(axes=(0, 3), offset=layer_idx * scales.strides[2]),
@@ -598,18 +592,15 @@ def _check_metadata(cache: PagedKeyCache, offsets: ArrayView, lengths: ArrayView
         if at[0] != 0 or at[-1] != num_tokens:
             raise ValueError(f"input_row_offsets must start at 0 and end at T = {num_tokens}, got {at[0]} ... {at[-1]}")
         new_tokens = np.diff(at)
-        if np.any(new_tokens < 0):
-            b = int(np.argmax(new_tokens < 0))
+        if (b := _first(new_tokens < 0)) is not None:
             raise ValueError(f"input_row_offsets must ascend, got {at[b]} then {at[b + 1]} at request {b}")
         _check_bound(cache.max_prompt_length, "max_prompt_length", new_tokens, "new")
     if not lengths.on_device:
         cached = lengths.numpy().astype(np.int64)
-        if np.any(cached < 0):
-            b = int(np.argmax(cached < 0))
+        if (b := _first(cached < 0)) is not None:
             raise ValueError(f"cache_lengths must not be negative, got {cached[b]} at request {b}")
         total = cached if new_tokens is None else cached + new_tokens
-        if np.any(total > MAX_POSITION):
-            b = int(np.argmax(total > MAX_POSITION))
+        if (b := _first(total > MAX_POSITION)) is not None:
             raise ValueError(f"cache_lengths plus new tokens must be at most {MAX_POSITION}, got {total[b]} at request {b}")
         _check_bound(cache.max_context_length, "max_context_length", cached, "cached")
 
@@ -621,8 +612,7 @@ def _check_metadata(cache: PagedKeyCache, offsets: ArrayView, lengths: ArrayView
     # cache rows of the requests that have query tokens
     rows = np.where(new_tokens > 0, (cached + new_tokens) // min(kpool, _ENDLESS), 0)
     pages = -(-rows // page_size)
-    if np.any(pages > max_pages):
-        b = int(np.argmax(pages > max_pages))
+    if (b := _first(pages > max_pages)) is not None:
         raise ValueError(f"lookup_table must have ceil({rows[b]} / P) = {pages[b]} columns for the {rows[b]} cache rows of request "
                          f"{b} (P = {page_size}), got {max_pages}")
     if not table.on_device:
@@ -632,6 +622,11 @@ def _check_metadata(cache: PagedKeyCache, offsets: ArrayView, lengths: ArrayView
             b, p = map(int, bad[0])
             raise ValueError(f"lookup_table must hold block ids in [0, {num_blocks}), got {ids[b, p]} at request {b}, page {p}")
     return int(rows.max(initial=0))
+
+
+def _first(bad: np.ndarray) -> int | None:
+    """The first request that is marked, or None."""
+    return int(np.argmax(bad)) if np.any(bad) else None
 
 
 def _check_bound(bound: int | None, name: str, lengths: np.ndarray, kind: str) -> None:

@@ -182,7 +182,7 @@ def test_the_sample_is_the_cheapest_requests_that_fit():
 
 def test_requests_alone_have_the_rows_they_have_in_the_batch():
     batch = tiny_batch(new_tokens=[2, 3, 0, 4], cached=[13, 20, 5, 9], regime="gaussian", top_k=3)
-    taken, rows = cli.take_requests(batch, [1, 3])
+    taken, rows = batch.take([1, 3]), batch.rows([1, 3])
     assert rows.tolist() == [2, 3, 4, 5, 6, 7, 8]
     assert taken.input_row_offsets.tolist() == [0, 3, 7]
     assert taken.input_row_offsets.dtype == batch.input_row_offsets.dtype

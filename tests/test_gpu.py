@@ -8,15 +8,12 @@ from numba import cuda
 
 import indexer
 from indexer import reference, sampled_selection
+from indexer.__main__ import to_device as to_numba
 from indexer.batches import UNUSED_ID, make_batch, random_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernels]
 
 SELECT, ORACLE = indexer.mla_indexer_ragged_float8_paged, reference.mla_indexer_ragged_float8_paged
-
-
-def to_numba(array):
-    return cuda.to_device(array.view(np.uint8) if array.dtype.name.startswith("float8") else array)
 
 
 def to_torch(array, device="cuda"):

@@ -128,19 +128,6 @@ def concatenated(parts):
     return tuple(np.concatenate(arrays) for arrays in zip(*parts))
 
 
-def rows_of(batch, b):
-    return slice(int(batch.input_row_offsets[b]), int(batch.input_row_offsets[b + 1]))
-
-
-def with_requests(batch, order):
-    """The batch with these of its requests, in this order."""
-    counts = batch.new_tokens[order]
-    tokens = np.concatenate([np.arange(batch.num_tokens)[rows_of(batch, b)] for b in order])
-    return replace(batch, q=batch.q[tokens], q_s=batch.q_s[tokens], cache_lengths=batch.cache_lengths[order],
-                   input_row_offsets=np.concatenate([[0], np.cumsum(counts)]).astype(batch.input_row_offsets.dtype),
-                   lookup_table=batch.lookup_table[order])
-
-
 @SIDES
 @given(batch=seeded_batches())
 def test_repeated_calls_return_the_same(side, batch):
@@ -152,8 +139,8 @@ def test_repeated_calls_return_the_same(side, batch):
 def test_permuted_requests_permute_the_rows(side, batch, data):
     order = data.draw(st.permutations(range(len(batch.cache_lengths))))
     indices, scores = select(batch, side)
-    expected = concatenated([(indices[rows_of(batch, b)], scores[rows_of(batch, b)]) for b in order])
-    assert_same_selection(select(with_requests(batch, list(order)), side), expected)
+    rows = batch.rows(order)
+    assert_same_selection(select(batch.take(order), side), (indices[rows], scores[rows]))
 
 
 @SIDES
@@ -161,8 +148,8 @@ def test_permuted_requests_permute_the_rows(side, batch, data):
 def test_a_request_alone_returns_the_same(side, batch):
     indices, scores = select(batch, side)
     for b in range(len(batch.cache_lengths)):
-        rows = rows_of(batch, b)
-        assert_same_selection(select(with_requests(batch, [b]), side), (indices[rows], scores[rows]))
+        rows = batch.rows([b])
+        assert_same_selection(select(batch.take([b]), side), (indices[rows], scores[rows]))
 
 
 @SIDES
@@ -194,7 +181,7 @@ def test_any_assignment_of_pages_to_blocks_returns_the_same(side, batch, data):
 def test_shared_blocks_return_the_same(side, batch):
     """The same request twice over the same blocks, and over two copies of them."""
     assume(batch.num_tokens)
-    twice = with_requests(batch, [0, 0])
+    twice = batch.take([0, 0])
     num_blocks = len(batch.blocks)
     table = twice.lookup_table.copy()
     table[1] = np.where(table[1] < num_blocks, table[1] + num_blocks, table[1])
