@@ -18,6 +18,7 @@ from .device import (
     Kernel,
     Memory,
     copy_to_host,
+    has_wgmma,
     is_capturing,
     kernel_array,
     max_shared_bytes,
@@ -26,7 +27,10 @@ from .device import (
     stream_handle,
     wait_for_producers,
 )
-from .problem import DEFAULT_SCORES_BUDGET_BYTES, ArrayView, Call, check_call, fp8_name
+from .problem import DEFAULT_SCORES_BUDGET_BYTES, ArrayView, Call, check_call, describe, fp8_name
+
+if not scoring.SIMULATED:                     # the simulator knows no PTX
+    from . import tile_schedule, tma_scoring, wgmma_scoring
 
 __all__ = ["default_arithmetic", "index_scores", "mla_indexer_ragged_float8_paged"]
 
@@ -138,15 +142,14 @@ def default_arithmetic(fp8_dtype: Any = "float8_e4m3fn") -> str:
     Returns
     -------
     str
-        "exact": no scorer with another arithmetic covers every shape yet.
+        "wgmma" on compute capability 9.0 for float8_e4m3fn; "exact" elsewhere, and where there is no device.
 
     Raises
     ------
     TypeError
         If `fp8_dtype` is no supported FP8 kind.
     """
-    fp8_name("fp8_dtype", fp8_dtype)
-    return "exact"
+    return "wgmma" if fp8_name("fp8_dtype", fp8_dtype) == "float8_e4m3fn" and has_wgmma() else "exact"
 
 
 # ------------------------------------------------------------------------------------------------------------------ plan
@@ -230,8 +233,9 @@ class _Work:
     """One call on its way through a stream: its inputs on the device, its scratch, its launches."""
 
     def __init__(self, call: Call, stream: Any) -> None:
-        if call.arithmetic == "wgmma":
-            raise ValueError('arithmetic "wgmma" has no kernel yet, got "wgmma" on the GPU; use "exact", or the oracle')
+        self.arithmetic = default_arithmetic(call.fp8_dtype) if call.arithmetic == "auto" else call.arithmetic
+        if self.arithmetic == "wgmma" and not has_wgmma():
+            raise ValueError('arithmetic must be "auto" or "exact" on a device without compute capability 9.0, got "wgmma"')
         self.call = call
         library = call.q.library if call.q.on_device else "numba"
         self.handle = stream_handle(stream, library)
@@ -274,10 +278,33 @@ class _Work:
 
     def score(self, plan: Plan, rows: tuple[Any, Any, Any], start: int, stop: int, scores: Any, bits: Any, skip_up_to: int) -> None:
         """Scores of the tokens [start, stop) into the first rows of `scores`; `bits` is the same memory."""
-        code = scoring.FP8_CODES[self.call.fp8_dtype]
+        call = self.call
+        if self.arithmetic == "wgmma":
+            arrays = [describe(name, array) for name, array in (("q", self.q), ("blocks", self.keys), ("scales", self.key_scales))]
+            if tma_scoring.supports(call, *arrays):
+                self._score_tma(arrays, start, stop, scores, skip_up_to)
+                return
+            wgmma_scoring.SCORE_ROWS.launch(
+                (stop - start) * plan.num_splits, self.handle, self.q, self.q_s, self.keys, self.key_scales, self.table, *rows[:2],
+                scores, start, skip_up_to, plan.num_splits)
+            return
+        code = scoring.FP8_CODES[call.fp8_dtype]
         scoring.exact_scorer(plan.tile).launch(
             (stop - start) * plan.num_splits, self.handle, self.q, self.q_s, self.keys, self.key_scales, self.table, *rows[:2],
             scores, bits, start, skip_up_to, plan.num_splits, code.nan_mask, code.nan_bits, np.float32(code.unit**2))
+
+    def _score_tma(self, arrays: list[ArrayView], start: int, stop: int, scores: Any, skip_up_to: int) -> None:
+        q, keys, key_scales = arrays
+        call = self.call
+        num_blocks, page_size, head_dim = keys.shape
+        tile = tma_scoring.tma_tile(call.num_heads, head_dim, -(-call.num_tokens // max(1, call.num_requests)), max_shared_bytes())
+        maps = describe("maps", self.memory.scratch((num_multiprocessors(), 32), "uint64"))
+        tma_scoring.tma_scorer(tile).launch(
+            num_multiprocessors(), self.handle, tma_scoring.tensor_map(q, (tile.block_q, tile.heads)),
+            tma_scoring.tensor_map(keys, (1, min(page_size, tma_scoring.BLOCK_KV))), maps.address, self.q_s, key_scales.address,
+            key_scales.strides[0], self.offsets, self.lengths, self.table, scores.reshape(scores.size), call.width, num_blocks,
+            page_size, int(call.causal), call.kpool, start, stop, tile_schedule.enough_visible(skip_up_to, call.kpool),
+            tile_schedule.visible_limit(call.width, call.kpool), shared_bytes=tile.shared_bytes)
 
     def select(self, plan: Plan, out: Any, out_scores: Any) -> None:
         """The whole operator, one chunk of rows after the other."""

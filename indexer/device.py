@@ -83,6 +83,11 @@ def max_shared_bytes() -> int:
     return 48 * 1024 if SIMULATED else cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
 
+def has_wgmma() -> bool:
+    """Whether the current device has Hopper's tensor cores (compute capability 9.0); False without a device."""
+    return not SIMULATED and is_available() and tuple(cuda.get_current_device().compute_capability) == (9, 0)
+
+
 def num_multiprocessors() -> int:
     """Streaming multiprocessors of the current device."""
     return 1 if SIMULATED else cuda.get_current_device().MULTIPROCESSOR_COUNT

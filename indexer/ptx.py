@@ -1,0 +1,191 @@
+"""Hopper's instructions as functions that a kernel can call: barriers, bulk copies, warpgroup matrix products.
+
+Addresses of shared memory are uint32 byte addresses in the shared window, those of global memory uint64. The accumulators of a
+matrix product live in PTX registers of their own, ``acc0 ...``, declared once per kernel by `declare_registers` and named by the
+instructions that write and read them: no value of the compiler's is tied to them, so a product can be in flight over a loop's back
+edge.
+
+Sources: the PTX ISA, sections on mbarrier, cp.async.bulk, wgmma, setmaxnreg and proxies.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+from numba.cuda.np import arrayobj
+
+u32, u64, i32, f32, void = types.uint32, types.uint64, types.int32, types.float32, types.void
+
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_LLVM = {u32: _I32, i32: _I32, u64: _I64, f32: _F32}
+_CONSTRAINT = {u32: "r", i32: "r", u64: "l", f32: "f"}
+
+
+def instruction(text: str, result: Any, *argtypes: Any, memory: bool = True) -> Callable[..., Any]:
+    """PTX as an intrinsic. Operands are $0, $1, ... in LLVM's syntax, the result first; it is never moved over another one.
+
+    Parameters
+    ----------
+    text : str
+        One or more instructions; in braces where they declare registers or labels.
+    result : numba type
+        `void` for none; a tuple type gives $0, $1, ... its items.
+    *argtypes : numba types
+        uint32, int32, uint64 or float32.
+    memory : bool
+        Whether it orders the compiler's loads and stores.
+    """
+    results = [] if result == void else list(result) if isinstance(result, types.BaseTuple) else [result]
+    outputs = [_LLVM[t] for t in results]
+    llvm_result = ir.VoidType() if not outputs else outputs[0] if len(outputs) == 1 else ir.LiteralStructType(outputs)
+    function = ir.FunctionType(llvm_result, [_LLVM[t] for t in argtypes])
+    constraints = ["=" + _CONSTRAINT[t] for t in results] + [_CONSTRAINT[t] for t in argtypes] + ["~{memory}"] * memory
+
+    def codegen(context, builder, signature, args):
+        value = builder.call(ir.InlineAsm(function, text, ",".join(constraints), side_effect=True), args)
+        if not outputs:
+            return context.get_dummy_value()
+        if len(outputs) == 1:
+            return value
+        return context.make_tuple(builder, signature.return_type, [builder.extract_value(value, i) for i in range(len(outputs))])
+
+    typed = result(*argtypes), codegen
+    by_arity = (                                              # numba reads the number of arguments off the function
+        lambda typingctx: typed, lambda typingctx, a: typed, lambda typingctx, a, b: typed, lambda typingctx, a, b, c: typed,
+        lambda typingctx, a, b, c, d: typed, lambda typingctx, a, b, c, d, e: typed, lambda typingctx, a, b, c, d, e, f: typed)
+    return intrinsic(by_arity[len(argtypes)])
+
+
+def into_local_array(texts: list[str], results_each: int) -> Callable[..., Any]:
+    """PTX statements without arguments whose float32 results, $0 ..., fill a local array in order."""
+    function = ir.FunctionType(ir.LiteralStructType([_F32] * results_each), [])
+
+    @intrinsic
+    def fill(typingctx, array):
+        def codegen(context, builder, signature, args):
+            data = arrayobj.make_array(signature.args[0])(context, builder, args[0]).data
+            for i, text in enumerate(texts):
+                value = builder.call(ir.InlineAsm(function, text, ",".join(["=f"] * results_each), side_effect=True), [])
+                for j in range(results_each):
+                    slot = builder.gep(data, [ir.Constant(_I32, i * results_each + j)])
+                    builder.store(builder.extract_value(value, j), slot)
+            return context.get_dummy_value()
+        return void(array), codegen
+    return fill
+
+
+# ------------------------------------------------------------------------------------------------------------- shared memory
+
+
+@intrinsic
+def shared_address(typingctx, array):
+    """Byte address of a shared array in the shared window, uint32."""
+    def codegen(context, builder, signature, args):
+        pointer = builder.ptrtoint(arrayobj.make_array(signature.args[0])(context, builder, args[0]).data, _I64)
+        text = "{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }"
+        return builder.call(ir.InlineAsm(ir.FunctionType(_I32, [_I64]), text, "=r,l", side_effect=False), [pointer])
+    return u32(array), codegen
+
+
+load_shared_u32 = instruction("ld.shared.u32 $0, [$1];", u32, u32)
+load_shared_f32 = instruction("ld.shared.f32 $0, [$1];", f32, u32)
+store_shared_u32 = instruction("st.shared.u32 [$0], $1;", void, u32, u32)
+store_shared_f32 = instruction("st.shared.f32 [$0], $1;", void, u32, f32)
+# orders this thread's ordinary shared stores before what the tensor cores and the copy engine read
+fence_shared_to_async = instruction("fence.proxy.async.shared::cta;", void)
+
+# ------------------------------------------------------------------------------------------------------------------ barriers
+
+mbarrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", void, u32, u32)
+fence_mbarrier_init = instruction("fence.mbarrier_init.release.cluster;", void)
+mbarrier_arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", void, u32)
+# arrives where the second argument is not zero
+mbarrier_arrive_if = instruction("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }", void, u32, u32)
+mbarrier_expect_bytes = instruction("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], $1;", void, u32, u32)
+mbarrier_arrive_expect_bytes = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", void, u32, u32)
+# waits until the phase of this parity is complete
+mbarrier_wait = instruction(
+    "{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @!done bra WAIT; }", void, u32, u32)
+
+# named barriers of a block, by number and participating threads: to wait at, and to pass
+barrier_sync = instruction("barrier.cta.sync $0, $1;", void, u32, u32)
+barrier_arrive = instruction("barrier.cta.arrive $0, $1;", void, u32, u32)
+
+# --------------------------------------------------------------------------------------------------------------- bulk copies
+
+TENSOR_MAP_WORDS = 16                         # uint64
+
+
+@intrinsic
+def store_tensor_map(typingctx, address, words):
+    """Writes the 16 uint64 of a tensor map to global memory, for this device's copy engine to use after `acquire_tensor_map`."""
+    def codegen(context, builder, signature, args):
+        operands = [args[0]] + [builder.extract_value(args[1], i) for i in range(TENSOR_MAP_WORDS)]
+        text = "".join(f"st.global.u64 [$0+{8 * i}], ${i + 1}; " for i in range(TENSOR_MAP_WORDS))
+        function = ir.FunctionType(ir.VoidType(), [_I64] * len(operands))
+        builder.call(ir.InlineAsm(function, text + "fence.proxy.tensormap::generic.release.gpu;",
+                                  ",".join(["l"] * len(operands)) + ",~{memory}", side_effect=True), operands)
+        return context.get_dummy_value()
+    return void(u64, types.UniTuple(u64, TENSOR_MAP_WORDS)), codegen
+
+
+acquire_tensor_map = instruction("fence.proxy.tensormap::generic.acquire.gpu [$0], 128;", void, u64)
+# a box of a 3-d tensor map: shared destination, map, coordinates (innermost first), barrier
+copy_box = instruction(
+    "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {$2, $3, $4}], [$5];",
+    void, u32, u64, i32, i32, i32, u32)
+# contiguous bytes: shared destination, global source, number of bytes (all multiples of 16), barrier
+copy_bytes = instruction("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+                         void, u32, u64, u32, u32)
+
+# ------------------------------------------------------------------------------------------------ warpgroup matrix products
+
+
+def set_registers(direction: str, count: int) -> Callable[..., Any]:
+    """Gives registers of every thread of this warpgroup up ("dec") or takes more ("inc")."""
+    return instruction(f"setmaxnreg.{direction}.sync.aligned.u32 {count};", void)
+
+
+def declare_registers(accumulators: int, weights: int) -> Callable[..., Any]:
+    """Declares ``acc0 ...`` and ``weight0 ...``, float32; to be called once, at a kernel's start."""
+    return instruction(f".reg .f32 acc<{accumulators}>; .reg .f32 weight<{weights}>;", void)
+
+
+wgmma_wait_0 = instruction("wgmma.wait_group.sync.aligned 0;", void)
+wgmma_wait_1 = instruction("wgmma.wait_group.sync.aligned 1;", void)
+
+# Upper half of a matrix descriptor: rows of 128 bytes in atoms of 8, 1024 bytes apart, 128-byte swizzle.
+_SWIZZLED_ROWS = 1 << 30 | 1024 >> 4
+
+
+def wgmma_e4m3(first: int, columns: int, num_steps: int, keep: bool = False) -> Callable[..., Any]:
+    """One group of products ``acc = A B^T``, float32 from e4m3: A 64 x (32 num_steps), B columns x (32 num_steps).
+
+    Parameters
+    ----------
+    first : int
+        The first of the ``columns / 2`` accumulators. Thread (g, q) = divmod(lane, 4) of a warp holds rows g and g + 8 of the warp's
+        16: for ``j < columns / 8``, accumulator ``first + 4 j + {0, 1}`` is row g, column ``8 j + 2 q + {0, 1}``, and
+        ``first + 4 j + {2, 3}`` row g + 8.
+    columns : int
+        8 to 256, a multiple of 8.
+    num_steps : int
+        Chained products of depth 32.
+    keep : bool
+        Whether the accumulators' values are added to; else the chain starts from zero.
+
+    Returns
+    -------
+    intrinsic(a, b)
+        `a`, `b`: uint32 shared addresses of the operands over 16 (the lower half of their descriptors). Committed, not waited for.
+    """
+    registers = ", ".join(f"acc{first + i}" for i in range(columns // 2))
+    steps = "".join(
+        f"add.u32 at, $0, {2 * k}; mov.b64 a, {{at, {_SWIZZLED_ROWS}}}; add.u32 at, $1, {2 * k}; mov.b64 b, {{at, {_SWIZZLED_ROWS}}}; "
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 {{{registers}}}, a, b, {int(keep or k > 0)}, 1, 1; "
+        for k in range(num_steps))
+    return instruction(f"{{ .reg .u32 at; .reg .b64 a, b; wgmma.fence.sync.aligned; {steps}wgmma.commit_group.sync.aligned; }}",
+                       void, u32, u32)

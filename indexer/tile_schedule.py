@@ -1,0 +1,121 @@
+"""How a ragged batch's key tiles are shared out: equal runs of tiles per block of threads, found from device lengths alone.
+
+The query tokens of a request are taken `block_q` at a time. Such a *query block* has one key tile for every `BLOCK_KV` candidates
+of its last token. The tiles of all query blocks of all requests stand in one line, request after request, query block after query
+block, and every block of threads takes an equal stretch of it. Nothing is stored per tile or query block: the number of tiles before
+a query block has a closed form, so any place in the line is found by a search.
+
+All values are uint32. Sums are modulo 2**32, which is exact for every score matrix of fewer than 2**38 entries; lengths that belie
+the matrix can make it inexact, which then costs time or leaves rows unscored, and nothing else.
+"""
+from __future__ import annotations
+
+from numba import cuda, uint32, uint64
+
+BLOCK_KV = 128                                # keys of a tile
+MAX_BLOCK_Q = 32                              # query tokens of a block; always a power of two
+MAX_KPOOL = 2**16                             # up to here no intermediate value overflows 32 bits
+MAX_VISIBLE = 2**31 - 1
+
+
+def visible_limit(width: int, kpool: int) -> int:
+    """Tokens beyond which a request has no more than `width` candidates: bounds the work of lengths that are not true."""
+    return min((width + 1) * kpool, MAX_VISIBLE)
+
+
+def enough_visible(skip_up_to: int, kpool: int) -> int:
+    """The most tokens that one may see who has at most `skip_up_to` candidates: such a token needs no scores."""
+    return min((skip_up_to + 1) * kpool - 1, MAX_VISIBLE)
+
+
+@cuda.jit(device=True, inline="always")
+def rows_to_score(offset, end, cached, start, stop, enough, causal, limit):
+    """(first, before, count): the query rows of a request that need scores, within [start, stop).
+
+    `offset`, `end`, `start`, `stop` are int32 rows; `cached` is the request's length. Row ``first + k``, k < count, sees
+    ``before + k + 1`` tokens under the causal mask, `before` without it.
+    """
+    first = max(offset, start)
+    last = min(end, stop)
+    count = uint32(0)
+    if first < last:
+        count = uint32(last - first)
+    before = min(uint32(cached), limit)
+    if causal != uint32(0):
+        before = min(uint32(before + uint32(first - offset)), limit)
+        if before < enough:
+            skipped = min(uint32(enough - before), count)
+            first += skipped
+            before += skipped
+            count -= skipped
+    else:
+        before = min(uint32(before + uint32(end - offset)), limit)
+        if before <= enough:
+            count = uint32(0)
+    return uint32(first), uint32(before), uint32(count)
+
+
+@cuda.jit(device=True, inline="always")
+def tiles_for(visible, kpool):
+    """Key tiles of a token that sees so many tokens: ``ceil((visible // kpool) / BLOCK_KV)``."""
+    span = uint32(uint32(BLOCK_KV) * kpool)
+    return uint32(uint32(visible + uint32(span - kpool)) // span)
+
+
+@cuda.jit(device=True, inline="always")
+def floor_sum(m, divisor):
+    """Sum of ``u // divisor`` over u = 1 ... m."""
+    quotient = uint32(m // divisor)
+    rest = uint32(m - uint32(quotient * divisor))
+    pairs = uint32((uint64(quotient) * (uint64(quotient) + uint64(0xFFFFFFFFFFFFFFFF))) >> uint64(1))     # q (q - 1) / 2
+    return uint32(uint32(pairs * divisor) + uint32(quotient * uint32(rest + uint32(1))))
+
+
+@cuda.jit(device=True, inline="always")
+def tiles_before(query_block, before, kpool, causal, block_q):
+    """Key tiles of the query blocks ahead of this one in its request; all of those are full.
+
+    Under the causal mask query block j has ``(before + (j + 1) block_q + (BLOCK_KV - 1) kpool) // (BLOCK_KV kpool)`` tiles; with a
+    divisor that is a multiple of `block_q` that is ``(a + j + 1) // r`` with the two values below.
+    """
+    tiles = uint32(query_block * tiles_for(before, kpool))
+    if causal != uint32(0):
+        a = uint32(uint32(before + uint32(uint32(BLOCK_KV - 1) * kpool)) // block_q)
+        r = uint32(uint32(uint32(BLOCK_KV) * kpool) // block_q)
+        tiles = uint32(floor_sum(uint32(a + query_block), r) - floor_sum(a, r))
+    return tiles
+
+
+@cuda.jit(device=True, inline="always")
+def last_visible(query_block, before, count, causal, block_q):
+    """Tokens that the last token of a query block sees."""
+    visible = before
+    if causal != uint32(0):
+        visible = uint32(before + min(uint32(uint32(query_block + uint32(1)) * block_q), count))
+    return visible
+
+
+@cuda.jit(device=True, inline="always")
+def tiles_of_request(before, count, kpool, causal, block_q):
+    """Key tiles of all query blocks of a request."""
+    tiles = uint32(0)
+    if count > uint32(0):
+        last = uint32(uint32(count - uint32(1)) // block_q)
+        tiles = tiles_for(last_visible(last, before, count, causal, block_q), kpool)
+        if last > uint32(0):
+            tiles = uint32(tiles + tiles_before(last, before, kpool, causal, block_q))
+    return tiles
+
+
+@cuda.jit(device=True, inline="always")
+def query_block_at(tile, before, count, kpool, causal, block_q):
+    """The query block of a request that has its `tile`-th tile: the last one with no more tiles before it."""
+    low = uint32(0)
+    high = uint32(uint32(count + uint32(block_q - uint32(1))) // block_q)
+    while uint32(high - low) > uint32(1):
+        middle = uint32(uint32(low + high) >> uint32(1))
+        if tiles_before(middle, before, kpool, causal, block_q) <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
