@@ -266,23 +266,24 @@ class _Work:
             return torch.from_numpy(host)
         return host
 
-    def locate_rows(self, width: int) -> tuple[Any, Any, Any]:
-        """Request and candidate count of every row, int32 [T], and zeros [T, 2], on the device."""
+    def locate_rows(self, width: int) -> tuple[Any, Any, Any, Any]:
+        """Request and candidate count of every row, int32 [T], and zeros, int32 [T, 2] and uint32 [2], on the device."""
         call = self.call
         request, candidates, state = (kernel_array(self.memory.scratch(shape, "int32"))
                                       for shape in ((call.num_tokens,), (call.num_tokens,), (call.num_tokens, 2)))
+        counters = kernel_array(self.memory.scratch((2,), "int32"), "uint32")
         num_blocks = -(-call.num_tokens // ROW_THREADS)
         LOCATE_ROWS.launch(num_blocks, self.handle, self.offsets, self.lengths, int(call.causal), call.kpool,
-                           width, request, candidates, state)
-        return request, candidates, state
+                           width, request, candidates, state, counters)
+        return request, candidates, state, counters
 
-    def score(self, plan: Plan, rows: tuple[Any, Any, Any], start: int, stop: int, scores: Any, bits: Any, skip_up_to: int) -> None:
+    def score(self, plan: Plan, rows: tuple[Any, Any, Any, Any], start: int, stop: int, scores: Any, bits: Any, skip_up_to: int) -> None:
         """Scores of the tokens [start, stop) into the first rows of `scores`; `bits` is the same memory."""
         call = self.call
         if self.arithmetic == "wgmma":
             arrays = [describe(name, array) for name, array in (("q", self.q), ("blocks", self.keys), ("scales", self.key_scales))]
             if tma_scoring.supports(call, *arrays):
-                self._score_tma(arrays, start, stop, scores, skip_up_to)
+                self._score_tma(arrays, rows[3], start, stop, scores, skip_up_to)
                 return
             wgmma_scoring.SCORE_ROWS.launch(
                 (stop - start) * plan.num_splits, self.handle, self.q, self.q_s, self.keys, self.key_scales, self.table, *rows[:2],
@@ -293,18 +294,23 @@ class _Work:
             (stop - start) * plan.num_splits, self.handle, self.q, self.q_s, self.keys, self.key_scales, self.table, *rows[:2],
             scores, bits, start, skip_up_to, plan.num_splits, code.nan_mask, code.nan_bits, np.float32(code.unit**2))
 
-    def _score_tma(self, arrays: list[ArrayView], start: int, stop: int, scores: Any, skip_up_to: int) -> None:
+    def _score_tma(self, arrays: list[ArrayView], counters: Any, start: int, stop: int, scores: Any, skip_up_to: int) -> None:
         q, keys, key_scales = arrays
         call = self.call
         num_blocks, page_size, head_dim = keys.shape
-        tile = tma_scoring.tma_tile(call.num_heads, head_dim, -(-call.num_tokens // max(1, call.num_requests)), max_shared_bytes())
+        tile = tma_scoring.tma_tile(call.num_heads, head_dim, -(-call.num_tokens // max(1, call.num_requests)), call.kpool,
+                                    max_shared_bytes())
+        table = describe("lookup_table", self.table)
         maps = describe("maps", self.memory.scratch((num_multiprocessors(), 32), "uint64"))
+        rows_per_copy = min(page_size, tma_scoring.BLOCK_KV)
         tma_scoring.tma_scorer(tile).launch(
             num_multiprocessors(), self.handle, tma_scoring.tensor_map(q, (tile.block_q, tile.heads)),
-            tma_scoring.tensor_map(keys, (1, min(page_size, tma_scoring.BLOCK_KV))), maps.address, self.q_s, key_scales.address,
-            key_scales.strides[0], self.offsets, self.lengths, self.table, scores.reshape(scores.size), call.width, num_blocks,
-            page_size, int(call.causal), call.kpool, start, stop, tile_schedule.enough_visible(skip_up_to, call.kpool),
-            tile_schedule.visible_limit(call.width, call.kpool), shared_bytes=tile.shared_bytes)
+            tma_scoring.tensor_map(keys, (1, rows_per_copy)), maps.address, counters, self.q_s, key_scales.address,
+            key_scales.strides[0], self.offsets, self.lengths, self.table, table.extent[0], table.extent[1] - table.extent[0],
+            describe("scores", scores).address, call.width, num_blocks, rows_per_copy.bit_length() - 1,
+            max(1, page_size // tma_scoring.BLOCK_KV), int(call.causal), call.kpool, start, stop,
+            tile_schedule.enough_visible(skip_up_to, call.kpool), tile_schedule.visible_limit(call.width, call.kpool),
+            shared_bytes=tile.shared_bytes)
 
     def select(self, plan: Plan, out: Any, out_scores: Any) -> None:
         """The whole operator, one chunk of rows after the other."""
@@ -341,7 +347,7 @@ class _Work:
             self.score(plan, rows, start, stop, scores[start:stop], bits[start:stop], 0)
 
 
-def _locate_rows(offsets, lengths, causal, kpool, width, row_request, row_candidates, row_state):
+def _locate_rows(offsets, lengths, causal, kpool, width, row_request, row_candidates, row_state, counters):
     """Request and candidate count of every token, and a clean state, one thread each.
 
     The request is the last one whose offset is not behind the token; whatever offsets and lengths hold, the search ends inside them
@@ -367,6 +373,7 @@ def _locate_rows(offsets, lengths, causal, kpool, width, row_request, row_candid
         row_candidates[token] = min(count, int64(width))
         for i in range(2):
             row_state[token, i] = 0
+            counters[i] = 0
 
 
 def _fill_outside(bits, row_candidates):
@@ -379,6 +386,7 @@ def _fill_outside(bits, row_candidates):
 LOCATE_ROWS = Kernel(
     _locate_rows,
     (types.Array(types.int32, 1, "A"), types.Array(types.int32, 1, "A"), types.int32, types.int64, types.int64,
-     types.Array(types.int32, 1, "C"), types.Array(types.int32, 1, "C"), types.Array(types.int32, 2, "C")),
+     types.Array(types.int32, 1, "C"), types.Array(types.int32, 1, "C"), types.Array(types.int32, 2, "C"),
+     types.Array(types.uint32, 1, "C")),
     ROW_THREADS)
 FILL_OUTSIDE = Kernel(_fill_outside, (types.Array(types.uint32, 2, "C"), types.Array(types.int32, 1, "C")), ROW_THREADS)

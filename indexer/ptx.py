@@ -94,6 +94,8 @@ load_shared_u32 = instruction("ld.shared.u32 $0, [$1];", u32, u32)
 load_shared_f32 = instruction("ld.shared.f32 $0, [$1];", f32, u32)
 store_shared_u32 = instruction("st.shared.u32 [$0], $1;", void, u32, u32)
 store_shared_f32 = instruction("st.shared.f32 [$0], $1;", void, u32, f32)
+# writes a float32 to global memory where an index (third argument) is below a limit (fourth)
+store_below = instruction("{ .reg .pred p; setp.lt.u32 p, $2, $3; @p st.global.f32 [$0], $1; }", void, u64, f32, u32, u32)
 # orders this thread's ordinary shared stores before what the tensor cores and the copy engine read
 fence_shared_to_async = instruction("fence.proxy.async.shared::cta;", void)
 
@@ -121,17 +123,18 @@ TENSOR_MAP_WORDS = 16                         # uint64
 
 @intrinsic
 def store_tensor_map(typingctx, address, words):
-    """Writes the 16 uint64 of a tensor map to global memory, for this device's copy engine to use after `acquire_tensor_map`."""
+    """Writes the 16 uint64 of a tensor map to global memory. The writer releases them, every user acquires them."""
     def codegen(context, builder, signature, args):
         operands = [args[0]] + [builder.extract_value(args[1], i) for i in range(TENSOR_MAP_WORDS)]
         text = "".join(f"st.global.u64 [$0+{8 * i}], ${i + 1}; " for i in range(TENSOR_MAP_WORDS))
         function = ir.FunctionType(ir.VoidType(), [_I64] * len(operands))
-        builder.call(ir.InlineAsm(function, text + "fence.proxy.tensormap::generic.release.gpu;",
-                                  ",".join(["l"] * len(operands)) + ",~{memory}", side_effect=True), operands)
+        builder.call(ir.InlineAsm(function, text, ",".join(["l"] * len(operands)) + ",~{memory}", side_effect=True), operands)
         return context.get_dummy_value()
     return void(u64, types.UniTuple(u64, TENSOR_MAP_WORDS)), codegen
 
 
+prefetch_l2 = instruction("prefetch.global.L2 [$0];", void, u64)
+release_tensor_map = instruction("fence.proxy.tensormap::generic.release.gpu;", void)
 acquire_tensor_map = instruction("fence.proxy.tensormap::generic.acquire.gpu [$0], 128;", void, u64)
 # a box of a 3-d tensor map: shared destination, map, coordinates (innermost first), barrier
 copy_box = instruction(
