@@ -96,8 +96,7 @@ def mla_indexer_ragged_float8_paged(
         device_out = work.output(call.out, shape, "int32")
         device_scores = None if call.out_scores is None else work.output(call.out_scores, shape, "float32")
         if call.num_tokens:
-            plan = Plan.of(call, num_multiprocessors(), max_shared_bytes(), with_scores=device_scores is not None)
-            work.select(plan, device_out, device_scores)
+            work.select(work.plan(with_scores=device_scores is not None), device_out, device_scores)
         if call.out_scores is not None:
             work.deliver(device_scores, call.out_scores)
         return work.deliver(device_out, call.out)
@@ -127,7 +126,7 @@ def index_scores(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, la
         work = _Work(call, stream)
         scores = work.memory.empty((call.num_tokens, call.width), "float32")
         if call.num_tokens and call.width:
-            work.score_all(Plan.of(call, num_multiprocessors(), max_shared_bytes(), with_scores=True), scores)
+            work.score_all(work.plan(with_scores=True), scores)
         return work.deliver(scores, None)
 
 
@@ -161,14 +160,18 @@ class Plan:
 
     Attributes
     ----------
+    num_multiprocessors : int
+        Of the device.
     tile : ScoreTile
-        Of the scorer.
+        Of the portable scorer.
+    tma_tile : TmaTile or None
+        Of the Hopper scorer, where it takes the call.
     rows_per_chunk : int
         Rows of the score matrix held at a time.
     width : int
         Columns of the score matrix, W, at least 1.
     num_splits : int
-        Blocks that share the key tiles of a row.
+        Blocks that share the key tiles of a row, but for the Hopper scorer.
     skip_up_to : int
         Rows with at most so many candidates need no scores: all are selected.
     num_pieces : int
@@ -177,7 +180,9 @@ class Plan:
         Entries per row that are sorted; 0 for order "index".
     """
 
+    num_multiprocessors: int
     tile: scoring.ScoreTile
+    tma_tile: tma_scoring.TmaTile | None
     rows_per_chunk: int
     width: int
     num_splits: int
@@ -186,7 +191,7 @@ class Plan:
     rank_width: int
 
     @classmethod
-    def of(cls, call: Call, num_multiprocessors: int, shared_bytes_limit: int, *, with_scores: bool) -> Plan:
+    def of(cls, call: Call, num_multiprocessors: int, shared_bytes_limit: int, *, with_scores: bool, use_tma: bool = False) -> Plan:
         """The plan for a checked call on such a device; `with_scores` if scores are part of its result."""
         tile = scoring.score_tile(call.num_heads)
         width = max(1, call.width)
@@ -199,12 +204,21 @@ class Plan:
         num_pieces = 0
         if sampled_selection.supports(width, call.top_k, shared_bytes_limit):
             num_pieces = sampled_selection.pieces_per_row(num_rows, width, num_multiprocessors)
-        return cls(tile, num_rows, width, num_splits, skip_up_to, num_pieces, rank_width)
+        tma_tile = None
+        if use_tma:
+            tokens_per_request = -(-call.num_tokens // call.num_requests)
+            tma_tile = tma_scoring.tma_tile(call.num_heads, call.q.shape[2], tokens_per_request, shared_bytes_limit)
+        return cls(num_multiprocessors, tile, tma_tile, num_rows, width, num_splits, skip_up_to, num_pieces, rank_width)
 
     @property
     def scores_shape(self) -> tuple[int, int]:
         """Of the score matrix, float32."""
         return self.rows_per_chunk, self.width
+
+    @property
+    def maps_shape(self) -> tuple[int, int]:
+        """Of the Hopper scorer's tensor maps, two per block, uint64."""
+        return self.num_multiprocessors, 2 * tma_scoring.ptx.TENSOR_MAP_WORDS
 
     @property
     def ranks_shape(self) -> tuple[int, int]:
@@ -227,6 +241,25 @@ def _views(call: Call) -> list[ArrayView]:
 
 
 # -------------------------------------------------------------------------------------------------------------- launches
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What is known of a call's rows, on the device.
+
+    Attributes
+    ----------
+    request, candidates : int32 [T]
+    state : int32 [T, 2]
+        Zeros, for selection.
+    counters : uint32 [2]
+        Zeros, for the Hopper scorer.
+    """
+
+    request: Any
+    candidates: Any
+    state: Any
+    counters: Any
 
 
 class _Work:
@@ -266,8 +299,14 @@ class _Work:
             return torch.from_numpy(host)
         return host
 
-    def locate_rows(self, width: int) -> tuple[Any, Any, Any, Any]:
-        """Request and candidate count of every row, int32 [T], and zeros, int32 [T, 2] and uint32 [2], on the device."""
+    def plan(self, *, with_scores: bool) -> Plan:
+        """The plan for this call on the current device."""
+        arrays = [describe(name, array) for name, array in (("q", self.q), ("blocks", self.keys), ("scales", self.key_scales))]
+        use_tma = self.arithmetic == "wgmma" and tma_scoring.supports(self.call, *arrays)
+        return Plan.of(self.call, num_multiprocessors(), max_shared_bytes(), with_scores=with_scores, use_tma=use_tma)
+
+    def locate_rows(self, width: int) -> _Rows:
+        """What is known of the call's rows, on the device."""
         call = self.call
         request, candidates, state = (kernel_array(self.memory.scratch(shape, "int32"))
                                       for shape in ((call.num_tokens,), (call.num_tokens,), (call.num_tokens, 2)))
@@ -275,40 +314,39 @@ class _Work:
         num_blocks = -(-call.num_tokens // ROW_THREADS)
         LOCATE_ROWS.launch(num_blocks, self.handle, self.offsets, self.lengths, int(call.causal), call.kpool,
                            width, request, candidates, state, counters)
-        return request, candidates, state, counters
+        return _Rows(request, candidates, state, counters)
 
-    def score(self, plan: Plan, rows: tuple[Any, Any, Any, Any], start: int, stop: int, scores: Any, bits: Any, skip_up_to: int) -> None:
+    def score(self, plan: Plan, rows: _Rows, start: int, stop: int, scores: Any, bits: Any, skip_up_to: int) -> None:
         """Scores of the tokens [start, stop) into the first rows of `scores`; `bits` is the same memory."""
-        call = self.call
-        if self.arithmetic == "wgmma":
-            arrays = [describe(name, array) for name, array in (("q", self.q), ("blocks", self.keys), ("scales", self.key_scales))]
-            if tma_scoring.supports(call, *arrays):
-                self._score_tma(arrays, rows[3], start, stop, scores, skip_up_to)
-                return
-            wgmma_scoring.SCORE_ROWS.launch(
-                (stop - start) * plan.num_splits, self.handle, self.q, self.q_s, self.keys, self.key_scales, self.table, *rows[:2],
-                scores, start, skip_up_to, plan.num_splits)
+        if plan.tma_tile is not None:
+            self._score_tma(plan, plan.tma_tile, rows, start, stop, scores, skip_up_to)
             return
-        code = scoring.FP8_CODES[call.fp8_dtype]
-        scoring.exact_scorer(plan.tile).launch(
-            (stop - start) * plan.num_splits, self.handle, self.q, self.q_s, self.keys, self.key_scales, self.table, *rows[:2],
-            scores, bits, start, skip_up_to, plan.num_splits, code.nan_mask, code.nan_bits, np.float32(code.unit**2))
+        data = (self.q, self.q_s, self.keys, self.key_scales, self.table, rows.request, rows.candidates)
+        num_blocks = (stop - start) * plan.num_splits
+        if self.arithmetic == "wgmma":
+            wgmma_scoring.SCORE_ROWS.launch(num_blocks, self.handle, *data, scores, start, skip_up_to, plan.num_splits)
+        else:
+            code = scoring.FP8_CODES[self.call.fp8_dtype]
+            scoring.exact_scorer(plan.tile).launch(
+                num_blocks, self.handle, *data, scores, bits, start, skip_up_to, plan.num_splits, code.nan_mask, code.nan_bits,
+                np.float32(code.unit**2))
 
-    def _score_tma(self, arrays: list[ArrayView], counters: Any, start: int, stop: int, scores: Any, skip_up_to: int) -> None:
-        q, keys, key_scales = arrays
+    def _score_tma(self, plan: Plan, tile: tma_scoring.TmaTile, rows: _Rows, start: int, stop: int, scores: Any,
+                   skip_up_to: int) -> None:
         call = self.call
-        num_blocks, page_size, head_dim = keys.shape
-        tile = tma_scoring.tma_tile(call.num_heads, head_dim, -(-call.num_tokens // max(1, call.num_requests)), call.kpool,
-                                    max_shared_bytes())
-        table = describe("lookup_table", self.table)
-        maps = describe("maps", self.memory.scratch((num_multiprocessors(), 32), "uint64"))
-        rows_per_copy = min(page_size, tma_scoring.BLOCK_KV)
+        q, keys, key_scales, table = (describe(name, array) for name, array in (
+            ("q", self.q), ("blocks", self.keys), ("scales", self.key_scales), ("lookup_table", self.table)))
+        num_blocks, page_size, _ = keys.shape
+        rows_per_copy = min(page_size, tile_schedule.BLOCK_KV)
+        maps = describe("maps", self.memory.scratch(plan.maps_shape, "uint64"))
         tma_scoring.tma_scorer(tile).launch(
-            num_multiprocessors(), self.handle, tma_scoring.tensor_map(q, (tile.block_q, tile.heads)),
-            tma_scoring.tensor_map(keys, (1, rows_per_copy)), maps.address, counters, self.q_s, key_scales.address,
-            key_scales.strides[0], self.offsets, self.lengths, self.table, table.extent[0], table.extent[1] - table.extent[0],
-            describe("scores", scores).address, call.width, num_blocks, rows_per_copy.bit_length() - 1,
-            max(1, page_size // tma_scoring.BLOCK_KV), int(call.causal), call.kpool, start, stop,
+            plan.num_multiprocessors, self.handle,
+            tma_scoring.tensor_map(q, (tile.block_q, tile.heads)), tma_scoring.tensor_map(keys, (1, rows_per_copy)), maps.address,
+            rows.counters, self.q_s, key_scales.address, key_scales.strides[0], self.offsets, self.lengths,
+            self.table, table.extent[0], table.extent[1] - table.extent[0],
+            describe("scores", scores).address, call.width, num_blocks,
+            rows_per_copy.bit_length() - 1, max(1, page_size // tile_schedule.BLOCK_KV),
+            int(call.causal), tile_schedule.divisor(call.kpool), start, stop,
             tile_schedule.enough_visible(skip_up_to, call.kpool), tile_schedule.visible_limit(call.width, call.kpool),
             shared_bytes=tile.shared_bytes)
 
@@ -330,19 +368,19 @@ class _Work:
                 self.score(plan, rows, start, stop, scores, bits, plan.skip_up_to)
             if plan.num_pieces:
                 sampled_selection.SELECT_ROWS_SAMPLED.launch(
-                    (stop - start) * plan.num_pieces, self.handle, bits, rows[1], start, *targets, plan.num_pieces, lists, rows[2],
-                    shared_bytes=sampled_selection.shared_bytes(plan.width))
+                    (stop - start) * plan.num_pieces, self.handle, bits, rows.candidates, start, *targets, plan.num_pieces, lists,
+                    rows.state, shared_bytes=sampled_selection.shared_bytes(plan.width))
             else:
-                selection.SELECT_ROWS.launch(stop - start, self.handle, bits, rows[1], start, *targets)
+                selection.SELECT_ROWS.launch(stop - start, self.handle, bits, rows.candidates, start, *targets)
             if plan.rank_width:
-                selection.RANK_ROWS.launch(stop - start, self.handle, bits, rows[1], start, *targets, ranks)
+                selection.RANK_ROWS.launch(stop - start, self.handle, bits, rows.candidates, start, *targets, ranks)
 
     def score_all(self, plan: Plan, out: Any) -> None:
         """Scores of all rows into `out` [T, W], -inf outside the candidates."""
         call = self.call
         rows = self.locate_rows(call.width)
         scores, bits = kernel_array(out), kernel_array(out, "uint32")
-        FILL_OUTSIDE.launch(call.num_tokens, self.handle, bits, rows[1])
+        FILL_OUTSIDE.launch(call.num_tokens, self.handle, bits, rows.candidates)
         for start, stop in plan.chunks(call.num_tokens):
             self.score(plan, rows, start, stop, scores[start:stop], bits[start:stop], 0)
 

@@ -1,7 +1,7 @@
 """Hopper's instructions as functions that a kernel can call: barriers, bulk copies, warpgroup matrix products.
 
 Addresses of shared memory are uint32 byte addresses in the shared window, those of global memory uint64. The accumulators of a
-matrix product live in PTX registers of their own, ``acc0 ...``, declared once per kernel by `declare_registers` and named by the
+matrix product live in PTX registers of their own, ``acc0 ...``, declared once per kernel by `declare` and named by the
 instructions that write and read them: no value of the compiler's is tied to them, so a product can be in flight over a loop's back
 edge.
 
@@ -59,24 +59,6 @@ def instruction(text: str, result: Any, *argtypes: Any, memory: bool = True) -> 
     return intrinsic(by_arity[len(argtypes)])
 
 
-def into_local_array(texts: list[str], results_each: int) -> Callable[..., Any]:
-    """PTX statements without arguments whose float32 results, $0 ..., fill a local array in order."""
-    function = ir.FunctionType(ir.LiteralStructType([_F32] * results_each), [])
-
-    @intrinsic
-    def fill(typingctx, array):
-        def codegen(context, builder, signature, args):
-            data = arrayobj.make_array(signature.args[0])(context, builder, args[0]).data
-            for i, text in enumerate(texts):
-                value = builder.call(ir.InlineAsm(function, text, ",".join(["=f"] * results_each), side_effect=True), [])
-                for j in range(results_each):
-                    slot = builder.gep(data, [ir.Constant(_I32, i * results_each + j)])
-                    builder.store(builder.extract_value(value, j), slot)
-            return context.get_dummy_value()
-        return void(array), codegen
-    return fill
-
-
 # ------------------------------------------------------------------------------------------------------------- shared memory
 
 
@@ -90,12 +72,19 @@ def shared_address(typingctx, array):
     return u32(array), codegen
 
 
+@intrinsic
+def at(typingctx, base, offset, stride, index):
+    """Address of the `index`-th of things that are `stride` bytes apart, the first `offset` bytes behind `base`: uint32."""
+    def codegen(context, builder, signature, args):
+        offset, stride = (builder.trunc(value, _I32) for value in args[1:3])
+        return builder.add(builder.add(args[0], offset), builder.mul(stride, args[3]))
+    return u32(u32, types.int64, types.int64, u32), codegen
+
+
 load_shared_u32 = instruction("ld.shared.u32 $0, [$1];", u32, u32)
 load_shared_f32 = instruction("ld.shared.f32 $0, [$1];", f32, u32)
 store_shared_u32 = instruction("st.shared.u32 [$0], $1;", void, u32, u32)
 store_shared_f32 = instruction("st.shared.f32 [$0], $1;", void, u32, f32)
-# writes a float32 to global memory where an index (third argument) is below a limit (fourth)
-store_below = instruction("{ .reg .pred p; setp.lt.u32 p, $2, $3; @p st.global.f32 [$0], $1; }", void, u64, f32, u32, u32)
 # orders this thread's ordinary shared stores before what the tensor cores and the copy engine read
 fence_shared_to_async = instruction("fence.proxy.async.shared::cta;", void)
 
@@ -105,7 +94,8 @@ mbarrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", void, u32
 fence_mbarrier_init = instruction("fence.mbarrier_init.release.cluster;", void)
 mbarrier_arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", void, u32)
 # arrives where the second argument is not zero
-mbarrier_arrive_if = instruction("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }", void, u32, u32)
+mbarrier_arrive_if = instruction("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
+                                 void, u32, u32)
 mbarrier_expect_bytes = instruction("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], $1;", void, u32, u32)
 mbarrier_arrive_expect_bytes = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", void, u32, u32)
 # waits until the phase of this parity is complete
@@ -152,9 +142,10 @@ def set_registers(direction: str, count: int) -> Callable[..., Any]:
     return instruction(f"setmaxnreg.{direction}.sync.aligned.u32 {count};", void)
 
 
-def declare_registers(accumulators: int, weights: int) -> Callable[..., Any]:
-    """Declares ``acc0 ...`` and ``weight0 ...``, float32; to be called once, at a kernel's start."""
-    return instruction(f".reg .f32 acc<{accumulators}>; .reg .f32 weight<{weights}>;", void)
+def declare(*, acc: int, weight: int = 0, predicates: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Declares registers by name, ``acc0 ...`` and ``weight0 ...``, float32, and predicates; called once, at a kernel's start."""
+    text = f".reg .f32 acc<{acc}>; .reg .f32 weight<{max(1, weight)}>; "
+    return instruction(text + "".join(f".reg .pred {name}; " for name in predicates), void)
 
 
 wgmma_wait_0 = instruction("wgmma.wait_group.sync.aligned 0;", void)
@@ -170,8 +161,8 @@ def wgmma_e4m3(first: int, columns: int, num_steps: int, keep: bool = False) -> 
     Parameters
     ----------
     first : int
-        The first of the ``columns / 2`` accumulators. Thread (g, q) = divmod(lane, 4) of a warp holds rows g and g + 8 of the warp's
-        16: for ``j < columns / 8``, accumulator ``first + 4 j + {0, 1}`` is row g, column ``8 j + 2 q + {0, 1}``, and
+        The first of the ``columns / 2`` accumulators. Thread (g, q) = divmod(lane, 4) of a warp holds rows g and g + 8 of its
+        warp's 16: for ``j < columns / 8``, accumulator ``first + 4 j + {0, 1}`` is row g, column ``8 j + 2 q + {0, 1}``, and
         ``first + 4 j + {2, 3}`` row g + 8.
     columns : int
         8 to 256, a multiple of 8.
@@ -187,7 +178,8 @@ def wgmma_e4m3(first: int, columns: int, num_steps: int, keep: bool = False) -> 
     """
     registers = ", ".join(f"acc{first + i}" for i in range(columns // 2))
     steps = "".join(
-        f"add.u32 at, $0, {2 * k}; mov.b64 a, {{at, {_SWIZZLED_ROWS}}}; add.u32 at, $1, {2 * k}; mov.b64 b, {{at, {_SWIZZLED_ROWS}}}; "
+        f"add.u32 at, $0, {2 * k}; mov.b64 a, {{at, {_SWIZZLED_ROWS}}}; "
+        f"add.u32 at, $1, {2 * k}; mov.b64 b, {{at, {_SWIZZLED_ROWS}}}; "
         f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 {{{registers}}}, a, b, {int(keep or k > 0)}, 1, 1; "
         for k in range(num_steps))
     return instruction(f"{{ .reg .u32 at; .reg .b64 a, b; wgmma.fence.sync.aligned; {steps}wgmma.commit_group.sync.aligned; }}",

@@ -2,18 +2,19 @@
 
 The query tokens of a request are taken `block_q` at a time. Such a *query block* has one key tile for every `BLOCK_KV` candidates
 of its last token. The tiles of all query blocks of all requests stand in one line, request after request, query block after query
-block, and every block of threads takes an equal stretch of it. Nothing is stored per tile or query block: the number of tiles before
-a query block has a closed form, so any place in the line is found by a search.
+block, and every block of threads takes an equal stretch of it. Nothing is stored per tile or query block: the number of tiles
+before a query block has a closed form, so any place in the line is found by a search.
 
 All values are uint32. Sums are modulo 2**32, which is exact for every score matrix of fewer than 2**38 entries; lengths that belie
-the matrix can make it inexact, which then costs time or leaves rows unscored, and nothing else.
+the matrix can make it inexact, which then costs time or leaves rows unscored, and nothing else. No value is divided but by powers
+of two: a division takes longer than the memory it waits for.
 """
 from __future__ import annotations
 
 from numba import cuda, uint32, uint64
 
 BLOCK_KV = 128                                # keys of a tile
-MAX_BLOCK_Q = 32                              # query tokens of a block; always a power of two
+MAX_BLOCK_Q = 16                              # query tokens of a block; always a power of two
 MAX_KPOOL = 2**16                             # up to here no intermediate value overflows 32 bits
 MAX_VISIBLE = 2**31 - 1
 
@@ -26,6 +27,22 @@ def visible_limit(width: int, kpool: int) -> int:
 def enough_visible(skip_up_to: int, kpool: int) -> int:
     """The most tokens that one may see who has at most `skip_up_to` candidates: such a token needs no scores."""
     return min((skip_up_to + 1) * kpool - 1, MAX_VISIBLE)
+
+
+def divisor(kpool: int) -> tuple[int, int, int]:
+    """What `divide` divides by: (kpool, factor, shift) with ``n // kpool == n * factor >> shift`` for n < 2**31.
+
+    With ``2**shift >= 2**31 kpool`` and ``factor = ceil(2**shift / kpool)`` the factor is too large by less than ``kpool / 2**shift
+    <= 2**-31`` of the quotient's unit per unit of n.
+    """
+    shift = 31 + (kpool - 1).bit_length()
+    return kpool, -(-2**shift // kpool), shift
+
+
+@cuda.jit(device=True, inline="always")
+def divide(n, pool):
+    """``n // kpool`` for n < 2**31, without a division; `pool` is a `divisor`."""
+    return uint32((uint64(n) * uint64(pool[1])) >> uint64(pool[2]))
 
 
 @cuda.jit(device=True, inline="always")
@@ -56,33 +73,33 @@ def rows_to_score(offset, end, cached, start, stop, enough, causal, limit):
 
 
 @cuda.jit(device=True, inline="always")
-def tiles_for(visible, kpool):
+def tiles_for(visible, pool):
     """Key tiles of a token that sees so many tokens: ``ceil((visible // kpool) / BLOCK_KV)``."""
-    span = uint32(uint32(BLOCK_KV) * kpool)
-    return uint32(uint32(visible + uint32(span - kpool)) // span)
+    return uint32(uint32(divide(visible, pool) + uint32(BLOCK_KV - 1)) // uint32(BLOCK_KV))
 
 
 @cuda.jit(device=True, inline="always")
-def floor_sum(m, divisor):
-    """Sum of ``u // divisor`` over u = 1 ... m."""
-    quotient = uint32(m // divisor)
-    rest = uint32(m - uint32(quotient * divisor))
+def floor_sum(m, pool, factor):
+    """Sum of ``u // (factor kpool)`` over u = 1 ... m."""
+    quotient = divide(uint32(m // factor), pool)
+    span = uint32(factor * pool[0])
+    rest = uint32(m - uint32(quotient * span))
     pairs = uint32((uint64(quotient) * (uint64(quotient) + uint64(0xFFFFFFFFFFFFFFFF))) >> uint64(1))     # q (q - 1) / 2
-    return uint32(uint32(pairs * divisor) + uint32(quotient * uint32(rest + uint32(1))))
+    return uint32(uint32(pairs * span) + uint32(quotient * uint32(rest + uint32(1))))
 
 
 @cuda.jit(device=True, inline="always")
-def tiles_before(query_block, before, kpool, causal, block_q):
+def tiles_before(query_block, before, pool, causal, block_q):
     """Key tiles of the query blocks ahead of this one in its request; all of those are full.
 
-    Under the causal mask query block j has ``(before + (j + 1) block_q + (BLOCK_KV - 1) kpool) // (BLOCK_KV kpool)`` tiles; with a
-    divisor that is a multiple of `block_q` that is ``(a + j + 1) // r`` with the two values below.
+    Under the causal mask query block j has ``(before + (j + 1) block_q + (BLOCK_KV - 1) kpool) // (BLOCK_KV kpool)`` tiles; as
+    `block_q` divides BLOCK_KV, that is ``(a + j + 1) // (BLOCK_KV / block_q kpool)`` with the `a` below.
     """
-    tiles = uint32(query_block * tiles_for(before, kpool))
+    tiles = uint32(query_block * tiles_for(before, pool))
     if causal != uint32(0):
-        a = uint32(uint32(before + uint32(uint32(BLOCK_KV - 1) * kpool)) // block_q)
-        r = uint32(uint32(uint32(BLOCK_KV) * kpool) // block_q)
-        tiles = uint32(floor_sum(uint32(a + query_block), r) - floor_sum(a, r))
+        a = uint32(uint32(before + uint32(uint32(BLOCK_KV - 1) * pool[0])) // block_q)
+        factor = uint32(uint32(BLOCK_KV) // block_q)
+        tiles = uint32(floor_sum(uint32(a + query_block), pool, factor) - floor_sum(a, pool, factor))
     return tiles
 
 
@@ -96,25 +113,25 @@ def last_visible(query_block, before, count, causal, block_q):
 
 
 @cuda.jit(device=True, inline="always")
-def tiles_of_request(before, count, kpool, causal, block_q):
+def tiles_of_request(before, count, pool, causal, block_q):
     """Key tiles of all query blocks of a request."""
     tiles = uint32(0)
     if count > uint32(0):
         last = uint32(uint32(count - uint32(1)) // block_q)
-        tiles = tiles_for(last_visible(last, before, count, causal, block_q), kpool)
+        tiles = tiles_for(last_visible(last, before, count, causal, block_q), pool)
         if last > uint32(0):
-            tiles = uint32(tiles + tiles_before(last, before, kpool, causal, block_q))
+            tiles = uint32(tiles + tiles_before(last, before, pool, causal, block_q))
     return tiles
 
 
 @cuda.jit(device=True, inline="always")
-def query_block_at(tile, before, count, kpool, causal, block_q):
+def query_block_at(tile, before, count, pool, causal, block_q):
     """The query block of a request that has its `tile`-th tile: the last one with no more tiles before it."""
     low = uint32(0)
     high = uint32(uint32(count + uint32(block_q - uint32(1))) // block_q)
     while uint32(high - low) > uint32(1):
         middle = uint32(uint32(low + high) >> uint32(1))
-        if tiles_before(middle, before, kpool, causal, block_q) <= tile:
+        if tiles_before(middle, before, pool, causal, block_q) <= tile:
             low = middle
         else:
             high = middle

@@ -8,7 +8,8 @@ of the tiles is given out on demand. A producer warpgroup and two math warpgroup
 * the *key* warp brings key tiles and their scales, page by page;
 * each math warpgroup multiplies its 64 keys of a tile with all columns (tokens x heads), and sums ReLU times weight over the heads.
 
-The products of a tile come in two groups, one per half of the columns: while the tensor cores work on one, the threads sum the other.
+The products of a tile come in two groups, one per half of the columns: while the tensor cores work on one, the threads sum the
+other.
 """
 from __future__ import annotations
 
@@ -23,9 +24,12 @@ from numba.cuda import types
 from . import ptx
 from .device import Kernel
 from .problem import ArrayView, Call
+from .ptx import at
 from .tile_schedule import (
     BLOCK_KV,
+    MAX_BLOCK_Q,
     MAX_KPOOL,
+    divide,
     last_visible,
     query_block_at,
     rows_to_score,
@@ -42,10 +46,11 @@ SCHEDULE_WARP, KEY_WARP = MATH_WARPS, MATH_WARPS + 1
 NUM_WARPS = MATH_WARPS + 4                    # registers move between whole warpgroups
 THREADS = 32 * NUM_WARPS
 PRODUCER_REGISTERS, MATH_REGISTERS = 40, 232
-MAX_HEADS, MAX_COLUMNS, MAX_BLOCK_Q = 128, 256, 16
+MAX_HEADS, MAX_COLUMNS = 128, 256
 MAX_KV_STAGES = 12
-MIN_FAIR, PARTS = 16, 64                      # a block's fair share of tiles, at least, to give some out on demand; in 1 / PARTS of it
-MAX_SHARED_REQUESTS = 1024                    # a block walks past them to the tiles it is given
+# Tiles are given out on demand, in parts of 1 / PARTS of a block's fair share, where that is at least MIN_FAIR tiles; a block walks
+# past all requests to the tiles it is given, so not where there are very many.
+MIN_FAIR, PARTS, MAX_GIVEN_REQUESTS = 16, 64, 1024
 
 # Words of an item in shared memory; its tokens' candidate counts and its weights are behind them.
 ITEM_REQUEST, ITEM_ROW, ITEM_NUM_ROWS, ITEM_TILE, ITEM_NUM_TILES, ITEM_CANDIDATES, ITEM_IS_HALVABLE = range(7)
@@ -64,8 +69,6 @@ class TmaTile:
         Query tokens of a query block: a power of two.
     depth_steps : int
         Products of depth 32 per dot product.
-    is_pooled : bool
-        Whether a cache row is more than one token; without, the kernel has no divisions.
     num_q_stages, num_kv_stages : int
         Items and key tiles in flight.
     """
@@ -73,7 +76,6 @@ class TmaTile:
     heads: int
     block_q: int
     depth_steps: int
-    is_pooled: bool
     num_q_stages: int
     num_kv_stages: int
 
@@ -122,36 +124,73 @@ class TmaTile:
         return 4 * (ITEM_WORDS + self.block_q + self.block_q % 2 + self.columns)
 
     @property
-    def barriers_offset(self) -> int:
+    def candidates_offset(self) -> int:
+        """Within an item."""
+        return 4 * ITEM_WORDS
+
+    @property
+    def weights_offset(self) -> int:
+        """Within an item."""
+        return self.item_bytes - 4 * self.columns
+
+    # barriers of 8 bytes: per item, its query tile and weights are there, all are done with it, its fields are there; per key tile,
+    # it is there, all are done with it
+    @property
+    def q_full(self) -> int:
         return self.items_offset + self.num_q_stages * self.item_bytes
 
     @property
-    def num_barriers(self) -> int:
-        """Query tile full, item empty and item full per item; full and empty per key tile."""
-        return 3 * self.num_q_stages + 2 * self.num_kv_stages
+    def q_empty(self) -> int:
+        return self.q_full + 8 * self.num_q_stages
 
     @property
+    def item_full(self) -> int:
+        return self.q_empty + 8 * self.num_q_stages
+
+    @property
+    def kv_full(self) -> int:
+        return self.item_full + 8 * self.num_q_stages
+
+    @property
+    def kv_empty(self) -> int:
+        return self.kv_full + 8 * self.num_kv_stages
+
+    @property
+    def num_barriers(self) -> int:
+        return 3 * self.num_q_stages + 2 * self.num_kv_stages
+
+    # a word per warp, then request and tile at which the walk starts
+    @property
     def scratch_offset(self) -> int:
-        return self.barriers_offset + 8 * self.num_barriers
+        return self.kv_empty + 8 * self.num_kv_stages
+
+    @property
+    def start_offset(self) -> int:
+        return self.scratch_offset + 4 * NUM_WARPS
 
     @property
     def shared_bytes(self) -> int:
-        """Of dynamic shared memory: one word of scratch per warp, and the place where the walk starts."""
-        return SWIZZLE_ATOM_BYTES + self.scratch_offset + 4 * (NUM_WARPS + 2)
+        """Dynamic shared memory of a block, with what it takes to align the base."""
+        return SWIZZLE_ATOM_BYTES + self.start_offset + 8
 
 
-def tma_tile(num_heads: int, head_dim: int, tokens_per_request: int, kpool: int, shared_bytes_limit: int) -> TmaTile:
-    """The tile for these dimensions: query blocks as long as a request's new tokens, as far as the limits allow."""
+def tma_tile(num_heads: int, head_dim: int, tokens_per_request: int, shared_bytes_limit: int) -> TmaTile:
+    """The tile for these dimensions: query blocks of one or two tokens where requests have so many, else as long as can be."""
     heads = next(h for h in (8, 16, 32, 64, 128) if num_heads <= h)
-    block_q = 1
-    while block_q < tokens_per_request and heads * block_q < MAX_COLUMNS and block_q < MAX_BLOCK_Q:
-        block_q *= 2
+    block_q = min(max(1, tokens_per_request), MAX_COLUMNS // heads)
+    if block_q > 2:
+        block_q = min(MAX_COLUMNS // heads, MAX_BLOCK_Q)
+    depth_steps = 2 if head_dim <= 64 else 4                  # products of zeros change nothing; few kernels compile sooner
     num_q_stages = 4 if heads * block_q <= MAX_COLUMNS // 2 else 2
-    tiles = (TmaTile(heads, block_q, -(-head_dim // 32), kpool != 1, num_q_stages, stages) for stages in range(MAX_KV_STAGES, 1, -1))
+    tiles = (TmaTile(heads, block_q, depth_steps, num_q_stages, stages) for stages in range(MAX_KV_STAGES, 1, -1))
     return next(tile for tile in tiles if tile.shared_bytes <= shared_bytes_limit)
 
 
-# ------------------------------------------------------------------------------------------------------- weighted head sums
+# ------------------------------------------------------------------------------------------------ scores from accumulators
+
+# These are written in PTX, since the accumulators of a product in flight are no values of the compiler's (`ptx.declare`). A
+# thread's accumulators are the dots of its keys g and g + 8 with the columns 8 j + 2 q + {0, 1}, (g, q) = divmod(lane, 4);
+# weight[2 j + e] is that of column 8 j + 2 q + e.
 
 # ReLU is ``max(x, 0)`` on the ALU, or ``x + |x|``, which is twice that, on the FMA pipe with half the weight: the same product, so
 # the same bits, unless halving a weight loses its last bit. Heads take turns, so that both pipes are busy.
@@ -164,8 +203,8 @@ def is_doubled(j: int) -> bool:
 
 
 def load_weights(columns: int, halved: bool) -> Callable[..., Any]:
-    """A thread's weights from shared memory: ``weight[2 j + e]`` is that of column ``8 j + 2 q + e``, halved where `is_doubled`; the
-    argument is the address of column ``2 q``."""
+    """A thread's weights from shared memory; the argument is the address of that of column ``2 q``. With `halved`, half of them
+    where `is_doubled`."""
     text = ""
     for j in range(columns // 8):
         text += f"ld.shared.v2.f32 {{weight{2 * j}, weight{2 * j + 1}}}, [$0+{32 * j}]; "
@@ -174,14 +213,18 @@ def load_weights(columns: int, halved: bool) -> Callable[..., Any]:
     return ptx.instruction(text, ptx.void, ptx.u32)
 
 
-def head_sums(first_column: int, heads: int, halved: bool) -> str:
-    """PTX of the weighted ReLU sums of one token over this thread's heads, $0 for its key g and $1 for its key g + 8.
+# predicates that hold for a lane, whatever it works on: odd and high, the bits of q
+know_lane = ptx.instruction("{ .reg .u32 b; and.b32 b, $0, 1; setp.ne.u32 odd, b, 0; and.b32 b, $0, 2; setp.ne.u32 high, b, 0; }",
+                            ptx.void, ptx.u32)
 
-    Per key two chains of fused multiply-adds over ``h // 8`` ascending, one for each parity of the head, then their sum. The token's
-    heads are the columns from `first_column`; `halved` as in `load_weights`.
+
+def _head_sums(token: int, heads: int, halved: bool, results: tuple[str, str]) -> str:
+    """Weighted ReLU sums of a token over this thread's heads, for its keys g and g + 8.
+
+    Per key two chains of fused multiply-adds over ``h // 8`` ascending, one for each parity of the head, then their sum.
     """
     text = "".join(f"mov.f32 s{key}{parity}, 0f00000000; " for key in range(2) for parity in range(2))
-    for j in range(first_column // 8, (first_column + heads) // 8):
+    for j in range(token * heads // 8, (token + 1) * heads // 8):
         for key in range(2):
             for parity in range(2):
                 dot, s = f"acc{4 * j + 2 * key + parity}", f"s{key}{parity}"
@@ -190,20 +233,46 @@ def head_sums(first_column: int, heads: int, halved: bool) -> str:
                 else:
                     text += f"max.NaN.f32 r, {dot}, 0f00000000; "
                 text += f"fma.rn.f32 {s}, r, weight{2 * j + parity}, {s}; "
-    return f"{{ .reg .f32 r, s00, s01, s10, s11; {text}add.rn.f32 $0, s00, s01; add.rn.f32 $1, s10, s11; }}"
+    return text + "".join(f"add.rn.f32 {results[key]}, s{key}0, s{key}1; " for key in range(2))
 
 
-def token_sums(first: int, num_tokens: int, heads: int, halved: bool) -> Callable[..., Any]:
-    """`head_sums` of tokens from `first` into a local float32 array: ``sums[2 token + {0, 1}]``."""
-    return ptx.into_local_array([head_sums(heads * token, heads, halved) for token in range(first, first + num_tokens)], 2)
-
-
-@cuda.jit(device=True, inline="always")
-def fold(a, b, take_b, lane_mask):
+def _fold(result: str, a: str, b: str, take_b: str, lane_mask: int) -> str:
     """The sum over this lane and its neighbour of `a`, or of `b` where `take_b`: each gives away what the other one keeps."""
-    keep = b if take_b else a                 # statements of their own: a conditional within a collective's argument becomes a branch
-    give = a if take_b else b
-    return keep + cuda.shfl_xor_sync(0xFFFFFFFF, give, lane_mask)
+    return (f"selp.f32 keep, {b}, {a}, {take_b}; selp.f32 give, {a}, {b}, {take_b}; "
+            f"shfl.sync.bfly.b32 give, give, {lane_mask}, 31, 0xFFFFFFFF; add.rn.f32 {result}, keep, give; ")
+
+
+def group_scores(first: int, num_tokens: int, heads: int, halved: bool, is_single: bool) -> Callable[..., Any]:
+    """The scores of a group's tokens, from the accumulators to global memory.
+
+    The four lanes of a g sum over all heads and share out what they have: each writes one key of one token of every pair of tokens,
+    key g + 8 high of token 2 i + odd (where a group has only one token, key g + 8 odd of it).
+
+    Returns
+    -------
+    intrinsic(place, two_rows, limits, key, scale)
+        uint64 address of this lane's first score and bytes from pair to pair; uint32 shared address of the candidate count of its
+        first token (8 bytes from pair to pair); uint32 position of the key and its float32 scale. Keys at and past the count are
+        left out.
+    """
+    text = "mov.u64 at, $0; "
+    for pair in range((num_tokens + 1) // 2):
+        token = first + 2 * pair
+        text += _head_sums(token, heads, halved, ("u0", "l0"))
+        if is_single:
+            text += _fold("u0", "u0", "l0", "odd", 1) + "shfl.sync.bfly.b32 give, u0, 2, 31, 0xFFFFFFFF; add.rn.f32 u0, u0, give; "
+        else:
+            has_second = 2 * pair + 1 < num_tokens
+            if has_second:
+                text += _head_sums(token + 1, heads, halved, ("u1", "l1"))
+            else:
+                text += "mov.f32 u1, 0f00000000; mov.f32 l1, 0f00000000; "
+            text += _fold("u0", "u0", "u1", "odd", 1) + _fold("l0", "l0", "l1", "odd", 1) + _fold("u0", "u0", "l0", "high", 2)
+        text += f"mul.rn.f32 u0, u0, $4; ld.shared.u32 limit, [$2+{8 * pair}]; setp.lt.u32 p, $3, limit; "
+        text += "@p st.global.f32 [at], u0; "
+        text += "add.u64 at, at, $1; "
+    registers = ".reg .f32 r, s00, s01, s10, s11, u0, u1, l0, l1, keep, give; .reg .u64 at; .reg .u32 limit; .reg .pred p; "
+    return ptx.instruction(f"{{ {registers}{text}}}", ptx.void, ptx.u64, ptx.u64, ptx.u32, ptx.u32, ptx.f32)
 
 
 @cuda.jit(device=True, inline="always")
@@ -250,83 +319,10 @@ SIGNATURE = (
     types.uint64, types.uint32,               # scores: address, `width` float32 per row
     types.uint32,                             # num_blocks
     types.uint32, types.uint32,               # page: log2 of the rows that are copied at a time, tiles per page (at least 1)
-    types.uint32, types.uint32,               # causal, kpool
+    types.uint32, types.UniTuple(types.uint32, 3),            # causal, `divisor` of kpool
     types.int32, types.int32,                 # start, stop
     types.uint32, types.uint32,               # enough, limit: `tile_schedule`
 )
-
-
-def _walker(tile: TmaTile, second_tokens: int, halved: bool) -> Callable[..., Any]:
-    """A math warpgroup's way through the tiles of an item, where the second group has so many tokens.
-
-    Tile by tile: ``dot[key, column] = k[key, d] q[column, d]`` on the tensor cores, ``score[token, key] = scale[key] sum_h
-    relu(dot[key, (token, h)]) weight[token, h]`` in the lanes. A lane writes one key of one token of every pair of tokens (of the
-    token, where a group has only one).
-    """
-    HEADS, NUM_KV_STAGES, KV_TILE_BYTES = tile.heads, tile.num_kv_stages, tile.kv_tile_bytes
-    FIRST_TOKENS = tile.group_tokens
-    IS_SINGLE, IS_SPLIT = tile.block_q == 1 or FIRST_TOKENS == 1, second_tokens > 0
-    FIRST_PAIRS, SECOND_PAIRS = max(1, FIRST_TOKENS // 2), (second_tokens + 1) // 2
-    HAS_ODD_TOKEN = second_tokens % 2 == 1 and not IS_SINGLE
-    LAST = 2 * second_tokens
-    FIRST_COLUMNS = HEADS * FIRST_TOKENS
-    SECOND_Q = FIRST_COLUMNS * ROW_BYTES // 16
-    KV_FULL = tile.barriers_offset + 24 * tile.num_q_stages
-    KV_EMPTY = KV_FULL + 8 * NUM_KV_STAGES
-
-    multiply_first = ptx.wgmma_e4m3(0, FIRST_COLUMNS, tile.depth_steps)
-    sum_first = token_sums(0, FIRST_TOKENS, HEADS, halved)
-    if IS_SPLIT:
-        multiply_second = ptx.wgmma_e4m3(FIRST_COLUMNS // 2, HEADS * second_tokens, tile.depth_steps)
-        sum_second = token_sums(FIRST_TOKENS, second_tokens, HEADS, halved)
-
-    @cuda.jit(device=True, inline="always")
-    def write(sums, pairs, limits, first_limit, out, two_rows, key, scale, odd, high):
-        at = uint64(out + uint64(4) * uint64(key))
-        if IS_SINGLE:
-            half = fold(sums[0], sums[1], odd, 1)
-            score = (half + cuda.shfl_xor_sync(0xFFFFFFFF, half, 2)) * scale
-            ptx.store_below(at, score, key, limits[first_limit])
-        else:
-            for pair in range(pairs):
-                upper = fold(sums[4 * pair], sums[4 * pair + 2], odd, 1)
-                lower = fold(sums[4 * pair + 1], sums[4 * pair + 3], odd, 1)
-                score = fold(upper, lower, high, 2) * scale
-                ptx.store_below(at, score, key, limits[first_limit + pair])
-                at = uint64(at + two_rows)
-
-    @cuda.jit(device=True, inline="always")
-    def walk(base, stage, phase, num_tiles, my_tile, q_tile, my_scale, sums, limits, out, two_rows, key, is_leader, odd, high):
-        out_second = uint64(out + uint64(FIRST_PAIRS) * two_rows)
-        if IS_SINGLE:
-            out_second = uint64(out + (two_rows >> uint64(1)))
-        while num_tiles > uint32(0):
-            num_tiles = uint32(num_tiles - uint32(1))
-            ptx.mbarrier_wait(uint32(base + uint32(KV_FULL) + uint32(8) * stage), phase)
-            k_tile = uint32(my_tile + stage * uint32(KV_TILE_BYTES // 16))
-            multiply_first(k_tile, q_tile)
-            scale = ptx.load_shared_f32(uint32(my_scale + stage * uint32(4 * BLOCK_KV)))
-            if IS_SPLIT:
-                multiply_second(k_tile, uint32(q_tile + uint32(SECOND_Q)))
-                ptx.wgmma_wait_1()
-                sum_first(sums)
-                write(sums, FIRST_PAIRS, limits, 0, out, two_rows, key, scale, odd, high)
-            ptx.wgmma_wait_0()
-            ptx.mbarrier_arrive_if(uint32(base + uint32(KV_EMPTY) + uint32(8) * stage), is_leader)
-            if IS_SPLIT:
-                sum_second(sums)
-                if HAS_ODD_TOKEN:
-                    sums[LAST] = float32(0)
-                    sums[LAST + 1] = float32(0)
-                write(sums, SECOND_PAIRS, limits, FIRST_PAIRS, out_second, two_rows, key, scale, odd, high)
-            else:
-                sum_first(sums)
-                write(sums, FIRST_PAIRS, limits, 0, out, two_rows, key, scale, odd, high)
-            key = uint32(key + uint32(BLOCK_KV))
-            stage, phase = after(stage, phase, NUM_KV_STAGES)
-        return stage, phase
-
-    return walk
 
 
 @functools.cache
@@ -336,46 +332,28 @@ def tma_scorer(tile: TmaTile) -> Kernel:
     ``scores[row - start, key] = key_scale[key] * sum_h(relu(sum_d q[h, d] * k[key, d]) * q_s[h])`` of every row in [start, stop)
     that sees more than `enough` tokens, for key < the row's candidates; the scores of other rows and keys are left as they are.
     """
-    HEADS, BLOCK_Q, COLUMNS = tile.heads, tile.block_q, tile.columns
-    NUM_Q_STAGES, NUM_KV_STAGES, NUM_BARRIERS = tile.num_q_stages, tile.num_kv_stages, tile.num_barriers
-    Q_TILE_BYTES, KV_TILE_BYTES, ITEM_BYTES = tile.q_tile_bytes, tile.kv_tile_bytes, tile.item_bytes
-    KV, SCALES, ITEMS, SCRATCH, Q_FULL = (tile.kv_offset, tile.scales_offset, tile.items_offset, tile.scratch_offset,
-                                          tile.barriers_offset)
-    Q_EMPTY, ITEM_FULL, KV_FULL = (Q_FULL + 8 * NUM_Q_STAGES * i for i in range(1, 4))
-    KV_EMPTY = KV_FULL + 8 * NUM_KV_STAGES
-    CANDIDATES, WEIGHTS = 4 * ITEM_WORDS, tile.item_bytes - 4 * COLUMNS
-    START_REQUEST, START_TILE = SCRATCH + 4 * NUM_WARPS, SCRATCH + 4 * NUM_WARPS + 4
-    GROUP_TOKENS, IS_SINGLE, IS_SPLIT = tile.group_tokens, tile.group_tokens == 1, tile.num_groups == 2
-    NUM_LIMITS, LIMIT_BYTES, NUM_SUMS = max(2, BLOCK_Q // 2), 4 if IS_SINGLE else 8, 2 * GROUP_TOKENS
-    THREE_QUARTERS = GROUP_TOKENS + GROUP_TOKENS // 2         # tokens; where a group has one, there is no such case
-    IS_POOLED, IS_SHARED = tile.is_pooled, tile.is_memory_bound
+    BARRIERS, SCRATCH = tile.q_full, tile.scratch_offset
+    BLOCK_Q, NUM_Q_STAGES, NUM_KV_STAGES, NUM_BARRIERS = tile.block_q, tile.num_q_stages, tile.num_kv_stages, tile.num_barriers
+    START_REQUEST, START_TILE = tile.start_offset, tile.start_offset + 4
+    GIVES_OUT = tile.is_memory_bound
     NO_REQUEST = 0xFFFFFFFF
-
-    declare_registers = ptx.declare_registers(COLUMNS // 2, COLUMNS // 4)
-    halved_weights_in, weights_in = (load_weights(COLUMNS, halved) for halved in (True, False))
+    declare = ptx.declare(acc=tile.columns // 2, weight=tile.columns // 4, predicates=("odd", "high"))
     give_registers, take_registers = ptx.set_registers("dec", PRODUCER_REGISTERS), ptx.set_registers("inc", MATH_REGISTERS)
-    walk_first = _walker(tile, 0, halved=False)
-    if IS_SPLIT:
-        walk_all_halved, walk_all = (_walker(tile, GROUP_TOKENS, halved) for halved in (True, False))
-        walk_three_quarters = _walker(tile, max(1, GROUP_TOKENS // 2), halved=False)
+    schedule, copy_keys, multiply = _schedule_warp(tile), _key_warp(tile), _math_warps(tile)
 
     def score(q_map, key_map, maps_at, counters, q_s, scales_at, scales_stride, offsets, lengths, table, table_at, table_bytes,
-              scores_at, width, num_blocks, copy_shift, tiles_per_page, causal, kpool, start, stop, enough, limit):
-        declare_registers()
+              scores_at, width, num_blocks, copy_shift, tiles_per_page, causal, pool, start, stop, enough, limit):
+        declare()
         shared = cuda.shared.array(0, types.uint8)
-        base = uint32(uint32(ptx.shared_address(shared) + uint32(SWIZZLE_ATOM_BYTES - 1)) & uint32(0x100000000 - SWIZZLE_ATOM_BYTES))
+        base = uint32((ptx.shared_address(shared) + uint32(SWIZZLE_ATOM_BYTES - 1)) & uint32(2**32 - SWIZZLE_ATOM_BYTES))
         tid = uint32(cuda.threadIdx.x)
         lane = uint32(tid & uint32(31))
-        warp = uint32(cuda.shfl_sync(0xFFFFFFFF, int32(tid >> uint32(5)), 0))          # the compiler's word that a warp shares it
-        is_leader = uint32(1) if lane == uint32(0) else uint32(0)
+        warp = shuffle(uint32(tid >> uint32(5)), 0)           # the compiler's word that a warp shares it
         num_requests = uint32(lengths.shape[0])
-        pool = uint32(1)
-        if IS_POOLED:
-            pool = kpool
         q_map_at = maps_at + uint64(16 * ptx.TENSOR_MAP_WORDS) * uint64(cuda.blockIdx.x)
         key_map_at = q_map_at + uint64(8 * ptx.TENSOR_MAP_WORDS)
 
-        # This block's stretch of all tiles: every thread counts the tiles of its share of the requests.
+        # Every thread counts the tiles of its share of the requests; meanwhile, what will be wanted soon is brought and made.
         share = uint32(uint32(num_requests + uint32(THREADS - 1)) // uint32(THREADS))
         my_first = min(uint32(tid * share), num_requests)
         my_end = min(uint32(my_first + share), num_requests)
@@ -388,7 +366,7 @@ def tma_scorer(tile: TmaTile) -> Kernel:
             request = uint32(request + uint32(1))
         line = uint64(uint64(cuda.blockIdx.x) * uint64(THREADS) + uint64(tid)) * uint64(128)
         if line < table_bytes:
-            ptx.prefetch_l2(table_at + line)                  # it will be wanted soon
+            ptx.prefetch_l2(table_at + line)
         if tid == uint32(32 * SCHEDULE_WARP):
             ptx.store_tensor_map(q_map_at, q_map)
         if tid == uint32(32 * KEY_WARP):
@@ -399,21 +377,22 @@ def tma_scorer(tile: TmaTile) -> Kernel:
                 arrivals = uint32(MATH_WARPS + 1)             # item empty: the key warp, too
             if tid >= uint32(3 * NUM_Q_STAGES + NUM_KV_STAGES):
                 arrivals = uint32(MATH_WARPS)                 # key tile empty
-            ptx.mbarrier_init(uint32(base + uint32(Q_FULL) + uint32(8) * tid), arrivals)
+            ptx.mbarrier_init(at(base, BARRIERS, 8, tid), arrivals)
             ptx.fence_mbarrier_init()
         if tid == uint32(0):
-            ptx.store_shared_u32(uint32(base + uint32(START_REQUEST)), uint32(NO_REQUEST))
+            ptx.store_shared_u32(at(base, START_REQUEST, 0, tid), uint32(NO_REQUEST))
         running = running_sum(mine, lane)
         if lane == uint32(31):
-            ptx.store_shared_u32(uint32(base + uint32(SCRATCH) + uint32(4) * warp), running)
+            ptx.store_shared_u32(at(base, SCRATCH, 4, warp), running)
         cuda.syncthreads()
         of_warp = uint32(0)
         if lane < uint32(NUM_WARPS):
-            of_warp = ptx.load_shared_u32(uint32(base + uint32(SCRATCH) + uint32(4) * lane))
+            of_warp = ptx.load_shared_u32(at(base, SCRATCH, 4, lane))
         of_warps = running_sum(of_warp, lane)
         total = shuffle(of_warps, 31)
-        my_tile = uint32(uint32(shuffle(uint32(of_warps - of_warp), warp) + running) - mine)
+        my_tile = uint32(shuffle(uint32(of_warps - of_warp), warp) + uint32(running - mine))
 
+        # This block's stretch [first_tile, end_tile) of the line; what is behind shared_tile is given out on demand.
         num_sharers = uint32(cuda.gridDim.x)
         sharer = uint32(cuda.blockIdx.x)
         fair = uint32(total // num_sharers)
@@ -422,270 +401,379 @@ def tma_scorer(tile: TmaTile) -> Kernel:
         end_tile = uint32(first_tile + fair)
         if sharer < rest:
             end_tile = uint32(end_tile + uint32(1))
-        shared_tile = total                                   # from here on, tiles are given out on demand
-        if IS_SHARED:
-            if fair >= uint32(MIN_FAIR) and num_requests <= uint32(MAX_SHARED_REQUESTS):
-                own = uint32(fair - uint32(fair >> uint32(2)))
-                first_tile = uint32(own * sharer)
-                end_tile = uint32(first_tile + own)
-                shared_tile = uint32(own * num_sharers)
+        shared_tile = total
+        if GIVES_OUT and fair >= uint32(MIN_FAIR) and num_requests <= uint32(MAX_GIVEN_REQUESTS):
+            own = uint32(fair - uint32(fair >> uint32(2)))
+            first_tile = uint32(own * sharer)
+            end_tile = uint32(first_tile + own)
+            shared_tile = uint32(own * num_sharers)
         if uint32(first_tile - my_tile) < mine and first_tile < end_tile:
             request = my_first
             tile_in_request = uint32(first_tile - my_tile)
             while share > uint32(1):
-                _, before, count = rows_to_score(offsets[request], offsets[request + uint32(1)], lengths[request], start, stop, enough,
-                                                 causal, limit)
+                _, before, count = rows_to_score(offsets[request], offsets[request + uint32(1)], lengths[request], start, stop,
+                                                 enough, causal, limit)
                 tiles = tiles_of_request(before, count, pool, causal, uint32(BLOCK_Q))
                 if tile_in_request < tiles:
                     break
                 tile_in_request = uint32(tile_in_request - tiles)
                 request = uint32(request + uint32(1))
-            ptx.store_shared_u32(uint32(base + uint32(START_REQUEST)), request)
-            ptx.store_shared_u32(uint32(base + uint32(START_TILE)), tile_in_request)
+            ptx.store_shared_u32(at(base, START_REQUEST, 0, tid), request)
+            ptx.store_shared_u32(at(base, START_TILE, 0, tid), tile_in_request)
         cuda.syncthreads()
 
-        item = uint32(0)
         if warp >= uint32(MATH_WARPS):
             give_registers()
             if warp == uint32(SCHEDULE_WARP):
+                schedule(base, lane, first_tile, end_tile, shared_tile, total, fair, q_map_at, counters, q_s, offsets, lengths,
+                         width, causal, pool, start, stop, enough, limit)
+            elif warp == uint32(KEY_WARP):
+                copy_keys(base, lane, key_map_at, scales_at, scales_stride, table, num_blocks, copy_shift, tiles_per_page)
+        else:
+            take_registers()
+            multiply(base, lane, warp, scores_at, width)
+
+    return Kernel(score, SIGNATURE, THREADS, blocks_per_multiprocessor=1)
+
+
+def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
+    """Finds this block's items and brings their query tiles, weights and candidate counts."""
+    HEADS, BLOCK_Q, COLUMNS = tile.heads, tile.block_q, tile.columns
+    Q_FULL, Q_EMPTY, ITEM_FULL, NUM_Q_STAGES, Q_TILE_BYTES = (tile.q_full, tile.q_empty, tile.item_full, tile.num_q_stages,
+                                                              tile.q_tile_bytes)
+    ITEMS, ITEM_BYTES, CANDIDATES, WEIGHTS = tile.items_offset, tile.item_bytes, tile.candidates_offset, tile.weights_offset
+    START_REQUEST, START_TILE, GIVES_OUT = tile.start_offset, tile.start_offset + 4, tile.is_memory_bound
+
+    @cuda.jit(device=True, inline="always")
+    def bring(base, lane, item, q_map_at, q_s, row, num_rows, seen_before, width, causal, pool):
+        """The query tile of the tokens from `row`, which see `seen_before` tokens and their own, into an item."""
+        place = at(base, ITEMS, ITEM_BYTES, item)
+        q_full = at(base, Q_FULL, 8, item)
+        if lane == uint32(0):
+            ptx.mbarrier_expect_bytes(q_full, uint32(Q_TILE_BYTES))
+            ptx.copy_box(at(base, 0, Q_TILE_BYTES, item), q_map_at, int32(0), int32(0), int32(row), q_full)
+        if lane < uint32(BLOCK_Q):
+            candidates = uint32(0)
+            if lane < num_rows:
+                seen = seen_before
+                if causal != uint32(0):
+                    seen = uint32(seen_before + uint32(lane + uint32(1)))
+                candidates = min(divide(seen, pool), width)
+            ptx.store_shared_u32(at(place, CANDIDATES, 4, lane), candidates)
+        is_halvable = True
+        column = lane
+        while column < uint32(COLUMNS):
+            token = uint32(column // uint32(HEADS))
+            head = uint32(column & uint32(HEADS - 1))
+            weight = float32(-0.0)                            # of padding: adds nothing to a chain
+            if token < num_rows and head < uint32(q_s.shape[1]):
+                weight = q_s[row + token, head]
+            if abs(weight) < float32(SMALLEST_HALVABLE) and weight != float32(0):
+                is_halvable = False
+            ptx.store_shared_f32(at(place, WEIGHTS, 4, column), weight)
+            column = uint32(column + uint32(32))
+        are_halvable = cuda.all_sync(0xFFFFFFFF, is_halvable)
+        if lane == uint32(0):
+            ptx.store_shared_u32(at(place, 4 * ITEM_IS_HALVABLE, 0, lane), uint32(1) if are_halvable else uint32(0))
+        cuda.syncwarp()
+        if lane == uint32(0):
+            ptx.mbarrier_arrive(q_full)
+
+    @cuda.jit(device=True, inline="always")
+    def schedule(base, lane, first_tile, end_tile, shared_tile, total, fair, q_map_at, counters, q_s, offsets, lengths, width,
+                 causal, pool, start, stop, enough, limit):
+        if lane == uint32(0):
+            ptx.release_tensor_map()
+            ptx.acquire_tensor_map(q_map_at)
+        num_requests = uint32(lengths.shape[0])
+        # 32 requests at a time, one per lane, from `batch`; its first tile is the `batch_tile`-th of the line
+        batch = ptx.load_shared_u32(at(base, START_REQUEST, 0, lane))
+        batch_tile = uint32(first_tile - ptx.load_shared_u32(at(base, START_TILE, 0, lane)))
+        is_loaded = False
+        first = uint32(0)
+        before = uint32(0)
+        count = uint32(0)
+        mine = uint32(0)
+        through = uint32(0)                                   # tiles of the batch up to and with this lane's request
+        tile = first_tile
+        remaining = uint32(end_tile - first_tile)
+        item = uint32(0)
+        phase = uint32(1)
+        while batch < num_requests:
+            if remaining == uint32(0):
+                if shared_tile == total:
+                    break
+                part = max(uint32(fair // uint32(PARTS)), uint32(2))
+                given = uint32(0)
                 if lane == uint32(0):
-                    ptx.release_tensor_map()
-                    ptx.acquire_tensor_map(q_map_at)
-                # 32 requests at a time, one per lane, from `batch`; its first tile is the `batch_tile`-th of the line
-                batch = ptx.load_shared_u32(uint32(base + uint32(START_REQUEST)))
-                batch_tile = uint32(first_tile - ptx.load_shared_u32(uint32(base + uint32(START_TILE))))
-                is_loaded = False
+                    given = cuda.atomic.add(counters, 0, part)
+                tile = uint32(shared_tile + shuffle(given, 0))
+                if tile >= total:
+                    break
+                remaining = min(part, uint32(total - tile))
+            if not is_loaded:
+                is_loaded = True
                 first = uint32(0)
                 before = uint32(0)
                 count = uint32(0)
-                through = uint32(0)                           # tiles of the batch up to and with this lane's request
-                tile = first_tile
-                remaining = uint32(end_tile - first_tile)
-                phase = uint32(1)
-                while batch < num_requests:
-                    if remaining == uint32(0):
-                        if shared_tile == total:
-                            break
-                        part = max(uint32(fair // uint32(PARTS)), uint32(2))
-                        given = uint32(0)
-                        if lane == uint32(0):
-                            given = cuda.atomic.add(counters, 0, part)
-                        tile = uint32(shared_tile + shuffle(given, 0))
-                        if tile >= total:
-                            break
-                        remaining = min(part, uint32(total - tile))
-                    if not is_loaded:
-                        is_loaded = True
-                        first = uint32(0)
-                        before = uint32(0)
-                        count = uint32(0)
-                        request = uint32(batch + lane)
-                        if request < num_requests:
-                            first, before, count = rows_to_score(offsets[request], offsets[request + uint32(1)], lengths[request],
-                                                                 start, stop, enough, causal, limit)
-                        mine = tiles_of_request(before, count, pool, causal, uint32(BLOCK_Q))
-                        through = running_sum(mine, lane)
-                    ahead = uint32(cuda.ballot_sync(0xFFFFFFFF, uint32(tile - batch_tile) < through))
-                    if ahead == uint32(0):
-                        batch = uint32(batch + uint32(32))
-                        batch_tile = uint32(batch_tile + shuffle(through, 31))
-                        is_loaded = False
-                    else:
-                        source = uint32(uint32(cuda.ffs(ahead)) - uint32(1))
-                        request = uint32(batch + source)
-                        first_row = shuffle(first, source)
-                        seen_before = shuffle(before, source)
-                        num_rows = shuffle(count, source)
-                        tile_in_request = uint32(uint32(tile - batch_tile) - shuffle(uint32(through - mine), source))
-                        query_block = uint32(0)
-                        if num_rows > uint32(BLOCK_Q):
-                            query_block = query_block_at(tile_in_request, seen_before, num_rows, pool, causal, uint32(BLOCK_Q))
-                            tile_in_request = uint32(tile_in_request -
-                                                     tiles_before(query_block, seen_before, pool, causal, uint32(BLOCK_Q)))
-                        token = uint32(query_block * uint32(BLOCK_Q))
-                        while remaining > uint32(0) and token < num_rows:
-                            visible = last_visible(query_block, seen_before, num_rows, causal, uint32(BLOCK_Q))
-                            num_tiles = min(uint32(tiles_for(visible, pool) - tile_in_request), remaining)
-                            ptx.mbarrier_wait(uint32(base + uint32(Q_EMPTY) + uint32(8) * item), phase)
-                            at = uint32(base + uint32(ITEMS) + item * uint32(ITEM_BYTES))
-                            q_full = uint32(base + uint32(Q_FULL) + uint32(8) * item)
-                            if lane == uint32(0):
-                                ptx.store_shared_u32(uint32(at + uint32(4 * ITEM_REQUEST)), request)
-                                ptx.store_shared_u32(uint32(at + uint32(4 * ITEM_ROW)), uint32(uint32(first_row + token) - uint32(start)))
-                                ptx.store_shared_u32(uint32(at + uint32(4 * ITEM_NUM_ROWS)), uint32(num_rows - token))
-                                ptx.store_shared_u32(uint32(at + uint32(4 * ITEM_TILE)), tile_in_request)
-                                ptx.store_shared_u32(uint32(at + uint32(4 * ITEM_NUM_TILES)), num_tiles)
-                                ptx.store_shared_u32(uint32(at + uint32(4 * ITEM_CANDIDATES)), min(uint32(visible // pool), width))
-                                ptx.mbarrier_arrive(uint32(base + uint32(ITEM_FULL) + uint32(8) * item))
-                                ptx.mbarrier_expect_bytes(q_full, uint32(Q_TILE_BYTES))
-                                ptx.copy_box(uint32(base + item * uint32(Q_TILE_BYTES)), q_map_at, int32(0), int32(0),
-                                             int32(first_row + token), q_full)
-                            if lane < uint32(BLOCK_Q):
-                                candidates = uint32(0)
-                                if uint32(token + lane) < num_rows:
-                                    seen = seen_before
-                                    if causal != uint32(0):
-                                        seen = uint32(uint32(seen_before + token) + uint32(lane + uint32(1)))
-                                    candidates = min(uint32(seen // pool), width)
-                                ptx.store_shared_u32(uint32(at + uint32(CANDIDATES) + uint32(4) * lane), candidates)
-                            is_halvable = True
-                            column = lane
-                            while column < uint32(COLUMNS):
-                                q_row = uint32(column // uint32(HEADS))
-                                head = uint32(column & uint32(HEADS - 1))
-                                weight = float32(-0.0)                        # of padding: adds nothing to a chain
-                                if uint32(token + q_row) < num_rows and head < uint32(q_s.shape[1]):
-                                    weight = q_s[first_row + token + q_row, head]
-                                if abs(weight) < float32(SMALLEST_HALVABLE) and weight != float32(0):
-                                    is_halvable = False
-                                ptx.store_shared_f32(uint32(at + uint32(WEIGHTS) + uint32(4) * column), weight)
-                                column = uint32(column + uint32(32))
-                            are_halvable = cuda.all_sync(0xFFFFFFFF, is_halvable)
-                            if lane == uint32(0):
-                                ptx.store_shared_u32(uint32(at + uint32(4 * ITEM_IS_HALVABLE)), uint32(1) if are_halvable else uint32(0))
-                            cuda.syncwarp()
-                            ptx.mbarrier_arrive_if(q_full, is_leader)
-                            item, phase = after(item, phase, NUM_Q_STAGES)
-                            tile = uint32(tile + num_tiles)
-                            remaining = uint32(remaining - num_tiles)
-                            tile_in_request = uint32(0)
-                            query_block = uint32(query_block + uint32(1))
-                            token = uint32(token + uint32(BLOCK_Q))
-                if IS_SHARED:
-                    if shared_tile != total and lane == uint32(0):
-                        # the last block to come here leaves the counters as it found them
-                        if cuda.atomic.inc(counters, 1, uint32(num_sharers - uint32(1))) == uint32(num_sharers - uint32(1)):
-                            counters[0] = uint32(0)
-                # an item without tiles ends the walk
-                ptx.mbarrier_wait(uint32(base + uint32(Q_EMPTY) + uint32(8) * item), phase)
-                if lane == uint32(0):
-                    ptx.store_shared_u32(uint32(base + uint32(ITEMS) + item * uint32(ITEM_BYTES) + uint32(4 * ITEM_NUM_TILES)), uint32(0))
-                    ptx.mbarrier_arrive(uint32(base + uint32(ITEM_FULL) + uint32(8) * item))
-                    ptx.mbarrier_arrive(uint32(base + uint32(Q_FULL) + uint32(8) * item))
-            elif warp == uint32(KEY_WARP):
-                if lane == uint32(0):
-                    ptx.release_tensor_map()
-                cuda.syncwarp()
-                ptx.acquire_tensor_map(key_map_at)
-                rows_per_copy = uint32(uint32(1) << copy_shift)
-                num_copies = uint32(uint32(BLOCK_KV) >> copy_shift)
-                max_pages = uint32(table.shape[1])
-                phase = uint32(0)
-                stage = uint32(0)
-                kv_phase = uint32(1)
-                while True:
-                    ptx.mbarrier_wait(uint32(base + uint32(ITEM_FULL) + uint32(8) * item), phase)
-                    at = uint32(base + uint32(ITEMS) + item * uint32(ITEM_BYTES))
-                    num_tiles = ptx.load_shared_u32(uint32(at + uint32(4 * ITEM_NUM_TILES)))
-                    if num_tiles == uint32(0):
-                        break
-                    request = ptx.load_shared_u32(uint32(at + uint32(4 * ITEM_REQUEST)))
-                    candidates = ptx.load_shared_u32(uint32(at + uint32(4 * ITEM_CANDIDATES)))
-                    key_tile = ptx.load_shared_u32(uint32(at + uint32(4 * ITEM_TILE)))
-                    part = uint32(0)                          # the tile's place in a page of several tiles
-                    page = uint32(key_tile * num_copies)
-                    if tiles_per_page > uint32(1):
-                        page = uint32(key_tile // tiles_per_page)
-                        part = uint32(key_tile - uint32(page * tiles_per_page))
-                    key = uint32(key_tile * uint32(BLOCK_KV))
-                    # page ids, 32 at a time and 32 ahead: lane l holds that of page window + l
-                    window = uint32(page & uint32(0xFFFFFFE0))
-                    ids = uint32(0)
-                    next_ids = uint32(0)
-                    if uint32(window + lane) < max_pages:
-                        ids = uint32(table[request, window + lane])
+                request = uint32(batch + lane)
+                if request < num_requests:
+                    first, before, count = rows_to_score(offsets[request], offsets[request + uint32(1)], lengths[request], start,
+                                                         stop, enough, causal, limit)
+                mine = tiles_of_request(before, count, pool, causal, uint32(BLOCK_Q))
+                through = running_sum(mine, lane)
+            ahead = uint32(cuda.ballot_sync(0xFFFFFFFF, uint32(tile - batch_tile) < through))
+            if ahead == uint32(0):
+                batch = uint32(batch + uint32(32))
+                batch_tile = uint32(batch_tile + shuffle(through, 31))
+                is_loaded = False
+            else:
+                source = uint32(uint32(cuda.ffs(ahead)) - uint32(1))
+                first_row = shuffle(first, source)
+                seen_before = shuffle(before, source)
+                num_rows = shuffle(count, source)
+                tile_in_block = uint32(uint32(tile - batch_tile) - shuffle(uint32(through - mine), source))
+                query_block = uint32(0)
+                if num_rows > uint32(BLOCK_Q):
+                    query_block = query_block_at(tile_in_block, seen_before, num_rows, pool, causal, uint32(BLOCK_Q))
+                    tile_in_block = uint32(tile_in_block - tiles_before(query_block, seen_before, pool, causal, uint32(BLOCK_Q)))
+                token = uint32(query_block * uint32(BLOCK_Q))
+                while remaining > uint32(0) and token < num_rows:
+                    visible = last_visible(query_block, seen_before, num_rows, causal, uint32(BLOCK_Q))
+                    num_tiles = min(uint32(tiles_for(visible, pool) - tile_in_block), remaining)
+                    ptx.mbarrier_wait(at(base, Q_EMPTY, 8, item), phase)
+                    row = uint32(first_row + token)
+                    if lane == uint32(0):
+                        place = at(base, ITEMS, ITEM_BYTES, item)
+                        ptx.store_shared_u32(at(place, 4 * ITEM_REQUEST, 0, lane), uint32(batch + source))
+                        ptx.store_shared_u32(at(place, 4 * ITEM_ROW, 0, lane), uint32(row - uint32(start)))
+                        ptx.store_shared_u32(at(place, 4 * ITEM_NUM_ROWS, 0, lane), uint32(num_rows - token))
+                        ptx.store_shared_u32(at(place, 4 * ITEM_TILE, 0, lane), tile_in_block)
+                        ptx.store_shared_u32(at(place, 4 * ITEM_NUM_TILES, 0, lane), num_tiles)
+                        ptx.store_shared_u32(at(place, 4 * ITEM_CANDIDATES, 0, lane), min(divide(visible, pool), width))
+                        ptx.mbarrier_arrive(at(base, ITEM_FULL, 8, item))
+                    seen_by_block = seen_before
+                    if causal != uint32(0):
+                        seen_by_block = uint32(seen_before + token)
+                    bring(base, lane, item, q_map_at, q_s, row, uint32(num_rows - token), seen_by_block, width, causal, pool)
+                    item, phase = after(item, phase, NUM_Q_STAGES)
+                    tile = uint32(tile + num_tiles)
+                    remaining = uint32(remaining - num_tiles)
+                    tile_in_block = uint32(0)
+                    query_block = uint32(query_block + uint32(1))
+                    token = uint32(token + uint32(BLOCK_Q))
+        if GIVES_OUT and shared_tile != total and lane == uint32(0):
+            # the last block to come here leaves the counters as it found them
+            last = uint32(cuda.gridDim.x - 1)
+            if cuda.atomic.inc(counters, 1, last) == last:
+                counters[0] = uint32(0)
+        # an item without tiles ends the walk
+        ptx.mbarrier_wait(at(base, Q_EMPTY, 8, item), phase)
+        if lane == uint32(0):
+            ptx.store_shared_u32(at(base, ITEMS + 4 * ITEM_NUM_TILES, ITEM_BYTES, item), uint32(0))
+            ptx.mbarrier_arrive(at(base, ITEM_FULL, 8, item))
+            ptx.mbarrier_arrive(at(base, Q_FULL, 8, item))
+
+    return schedule
+
+
+def _key_warp(tile: TmaTile) -> Callable[..., None]:
+    """Copies the key tiles of every item and their scales: page by page, one lane per page."""
+    NUM_Q_STAGES, NUM_KV_STAGES, KV, KV_TILE_BYTES = tile.num_q_stages, tile.num_kv_stages, tile.kv_offset, tile.kv_tile_bytes
+    Q_EMPTY, ITEM_FULL, KV_FULL, KV_EMPTY = tile.q_empty, tile.item_full, tile.kv_full, tile.kv_empty
+    ITEMS, ITEM_BYTES, SCALES = tile.items_offset, tile.item_bytes, tile.scales_offset
+
+    @cuda.jit(device=True, inline="always")
+    def copy_keys(base, lane, key_map_at, scales_at, scales_stride, table, num_blocks, copy_shift, tiles_per_page):
+        if lane == uint32(0):
+            ptx.release_tensor_map()
+        cuda.syncwarp()
+        ptx.acquire_tensor_map(key_map_at)
+        rows_per_copy = uint32(uint32(1) << copy_shift)
+        num_copies = uint32(uint32(BLOCK_KV) >> copy_shift)
+        my_row = uint32(lane << copy_shift)
+        max_pages = uint32(table.shape[1])
+        item = uint32(0)
+        phase = uint32(0)
+        stage = uint32(0)
+        kv_phase = uint32(1)
+        while True:
+            ptx.mbarrier_wait(at(base, ITEM_FULL, 8, item), phase)
+            place = at(base, ITEMS, ITEM_BYTES, item)
+            num_tiles = ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_NUM_TILES)))
+            if num_tiles == uint32(0):
+                break
+            request = ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_REQUEST)))
+            candidates = ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_CANDIDATES)))
+            key_tile = ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_TILE)))
+            key = uint32(key_tile * uint32(BLOCK_KV))
+            page = uint32(key_tile * num_copies)
+            part = uint32(0)                                  # the tile's place in a page of several
+            if tiles_per_page > uint32(1):
+                page = uint32(key_tile // tiles_per_page)
+                part = uint32(key_tile - uint32(page * tiles_per_page))
+            # page ids, 32 at a time and 32 ahead: lane l holds that of page window + l
+            window = uint32(page & uint32(0xFFFFFFE0))
+            ids = uint32(0)
+            next_ids = uint32(0)
+            if uint32(window + lane) < max_pages:
+                ids = uint32(table[request, window + lane])
+            if uint32(window + uint32(32) + lane) < max_pages:
+                next_ids = uint32(table[request, window + uint32(32) + lane])
+            while num_tiles > uint32(0):
+                num_tiles = uint32(num_tiles - uint32(1))
+                if uint32(page - window) >= uint32(32):
+                    window = uint32(window + uint32(32))
+                    ids = next_ids
                     if uint32(window + uint32(32) + lane) < max_pages:
                         next_ids = uint32(table[request, window + uint32(32) + lane])
-                    while num_tiles > uint32(0):
-                        num_tiles = uint32(num_tiles - uint32(1))
-                        if uint32(page - window) >= uint32(32):
-                            window = uint32(window + uint32(32))
-                            ids = next_ids
-                            if uint32(window + uint32(32) + lane) < max_pages:
-                                next_ids = uint32(table[request, window + uint32(32) + lane])
-                        rows = uint32(candidates - min(key, candidates))
-                        copies = min(uint32(uint32(rows + uint32(rows_per_copy - uint32(1))) >> copy_shift), num_copies)
-                        block = min(shuffle(ids, uint32(page + lane) & uint32(31)), uint32(num_blocks - uint32(1)))
-                        kv_full = uint32(base + uint32(KV_FULL) + uint32(8) * stage)
-                        ptx.mbarrier_wait(uint32(base + uint32(KV_EMPTY) + uint32(8) * stage), kv_phase)
-                        if lane == uint32(0):
-                            ptx.mbarrier_arrive_expect_bytes(kv_full, uint32(uint32(copies << copy_shift) * uint32(ROW_BYTES + 4)))
-                        cuda.syncwarp()
-                        if lane < copies:
-                            row = uint32(lane << copy_shift)
-                            slot = uint32(part * uint32(BLOCK_KV))
-                            ptx.copy_box(uint32(base + uint32(KV) + stage * uint32(KV_TILE_BYTES) + row * uint32(ROW_BYTES)), key_map_at,
-                                         int32(0), int32(slot), int32(block), kv_full)
-                            ptx.copy_bytes(uint32(base + uint32(SCALES) + stage * uint32(4 * BLOCK_KV) + row * uint32(4)),
-                                           scales_at + uint64(block) * scales_stride + uint64(slot) * uint64(4),
-                                           uint32(rows_per_copy * uint32(4)), kv_full)
-                        key = uint32(key + uint32(BLOCK_KV))
-                        part = uint32(part + uint32(1))
-                        if part == tiles_per_page:
-                            part = uint32(0)
-                            page = uint32(page + num_copies)
-                        stage, kv_phase = after(stage, kv_phase, NUM_KV_STAGES)
-                    ptx.mbarrier_arrive_if(uint32(base + uint32(Q_EMPTY) + uint32(8) * item), is_leader)
-                    item, phase = after(item, phase, NUM_Q_STAGES)
-        else:
-            take_registers()
-            sums = cuda.local.array(NUM_SUMS, float32)
-            limits = cuda.local.array(NUM_LIMITS, uint32)     # candidates of the tokens whose scores this lane writes
-            quarter = uint32(lane & uint32(3))
-            odd, high = (quarter & uint32(1)) != uint32(0), (quarter & uint32(2)) != uint32(0)
-            my_row = uint32(warp * uint32(16) + (lane >> uint32(2)))          # of the tile: the key whose score this lane writes
-            my_token = uint32(0)
-            if IS_SINGLE:
-                if odd:
-                    my_row = uint32(my_row + uint32(8))
-            else:
-                if high:
-                    my_row = uint32(my_row + uint32(8))
-                if odd:
-                    my_token = uint32(1)
-            my_tile = uint32(uint32(base + uint32(KV) + (warp >> uint32(2)) * uint32(KEYS_PER_WARPGROUP * ROW_BYTES)) >> uint32(4))
-            my_scale = uint32(base + uint32(SCALES) + uint32(4) * my_row)
-            row_bytes = uint64(uint64(width) * uint64(4))
-            two_rows = uint64(row_bytes + row_bytes)
-            phase = uint32(0)
-            stage = uint32(0)
-            kv_phase = uint32(0)
-            while True:
-                ptx.mbarrier_wait(uint32(base + uint32(Q_FULL) + uint32(8) * item), phase)
-                at = uint32(base + uint32(ITEMS) + item * uint32(ITEM_BYTES))
-                num_tiles = ptx.load_shared_u32(uint32(at + uint32(4 * ITEM_NUM_TILES)))
-                if num_tiles == uint32(0):
-                    break
-                num_rows = shuffle(ptx.load_shared_u32(uint32(at + uint32(4 * ITEM_NUM_ROWS))), 0)
-                is_halvable = cuda.all_sync(0xFFFFFFFF, ptx.load_shared_u32(uint32(at + uint32(4 * ITEM_IS_HALVABLE))) != uint32(0))
-                for i in range(NUM_LIMITS):
-                    limits[i] = ptx.load_shared_u32(uint32(at + uint32(CANDIDATES) + uint32(4) * my_token + uint32(LIMIT_BYTES * i)))
-                q_tile = uint32(uint32(base + item * uint32(Q_TILE_BYTES)) >> uint32(4))
-                weights_at = uint32(at + uint32(WEIGHTS) + uint32(8) * quarter)
-                row = uint32(ptx.load_shared_u32(uint32(at + uint32(4 * ITEM_ROW))) + my_token)
-                key = uint32(ptx.load_shared_u32(uint32(at + uint32(4 * ITEM_TILE))) * uint32(BLOCK_KV) + my_row)
-                out = uint64(scores_at + uint64(row) * row_bytes)
-                if not IS_SPLIT or num_rows <= uint32(GROUP_TOKENS):
-                    weights_in(weights_at)
-                    stage, kv_phase = walk_first(base, stage, kv_phase, num_tiles, my_tile, q_tile, my_scale, sums, limits, out,
-                                                 two_rows, key, is_leader, odd, high)
-                if IS_SPLIT:
-                    if num_rows > uint32(GROUP_TOKENS) and num_rows <= uint32(THREE_QUARTERS):
-                        weights_in(weights_at)
-                        stage, kv_phase = walk_three_quarters(base, stage, kv_phase, num_tiles, my_tile, q_tile, my_scale, sums, limits,
-                                                              out, two_rows, key, is_leader, odd, high)
-                    elif num_rows > uint32(THREE_QUARTERS) and is_halvable:
-                        halved_weights_in(weights_at)
-                        stage, kv_phase = walk_all_halved(base, stage, kv_phase, num_tiles, my_tile, q_tile, my_scale, sums, limits, out,
-                                                          two_rows, key, is_leader, odd, high)
-                    elif num_rows > uint32(THREE_QUARTERS):
-                        weights_in(weights_at)
-                        stage, kv_phase = walk_all(base, stage, kv_phase, num_tiles, my_tile, q_tile, my_scale, sums, limits, out,
-                                                   two_rows, key, is_leader, odd, high)
-                ptx.mbarrier_arrive_if(uint32(base + uint32(Q_EMPTY) + uint32(8) * item), is_leader)
-                item, phase = after(item, phase, NUM_Q_STAGES)
+                num_rows = uint32(candidates - min(key, candidates))
+                copies = min(uint32(uint32(num_rows + uint32(rows_per_copy - uint32(1))) >> copy_shift), num_copies)
+                block = min(shuffle(ids, uint32(page + lane) & uint32(31)), uint32(num_blocks - uint32(1)))
+                kv_full = at(base, KV_FULL, 8, stage)
+                ptx.mbarrier_wait(at(base, KV_EMPTY, 8, stage), kv_phase)
+                if lane == uint32(0):
+                    ptx.mbarrier_arrive_expect_bytes(kv_full, uint32(uint32(copies << copy_shift) * uint32(ROW_BYTES + 4)))
+                cuda.syncwarp()
+                if lane < copies:
+                    slot = uint32(part * uint32(BLOCK_KV))
+                    ptx.copy_box(uint32(at(base, KV, KV_TILE_BYTES, stage) + my_row * uint32(ROW_BYTES)), key_map_at, int32(0),
+                                 int32(slot), int32(block), kv_full)
+                    ptx.copy_bytes(uint32(at(base, SCALES, 4 * BLOCK_KV, stage) + my_row * uint32(4)),
+                                   scales_at + uint64(block) * scales_stride + uint64(slot) * uint64(4),
+                                   uint32(rows_per_copy * uint32(4)), kv_full)
+                key = uint32(key + uint32(BLOCK_KV))
+                part = uint32(part + uint32(1))
+                if part == tiles_per_page:
+                    part = uint32(0)
+                    page = uint32(page + num_copies)
+                stage, kv_phase = after(stage, kv_phase, NUM_KV_STAGES)
+            if lane == uint32(0):
+                ptx.mbarrier_arrive(at(base, Q_EMPTY, 8, item))
+            item, phase = after(item, phase, NUM_Q_STAGES)
 
-    return Kernel(score, SIGNATURE, THREADS, blocks_per_multiprocessor=1)
+    return copy_keys
+
+
+def _math_warps(tile: TmaTile) -> Callable[..., None]:
+    """Scores of every item: products on the tensor cores, weighted ReLU sums in the lanes.
+
+    Thread (g, q) = divmod(lane, 4) of a warp holds the dots of its warp's keys g and g + 8 with the columns 8 j + 2 q + {0, 1}.
+    After the sums over heads, the four lanes of a g share out what they have summed: each writes one key of one token of every pair
+    of tokens (of the token, where a group has only one).
+    """
+    GROUP_TOKENS, COLUMNS, IS_SPLIT, IS_SINGLE = tile.group_tokens, tile.columns, tile.num_groups == 2, tile.group_tokens == 1
+    ITEMS, ITEM_BYTES, CANDIDATES, WEIGHTS = tile.items_offset, tile.item_bytes, tile.candidates_offset, tile.weights_offset
+    Q_FULL, Q_EMPTY, NUM_Q_STAGES, Q_TILE_BYTES = tile.q_full, tile.q_empty, tile.num_q_stages, tile.q_tile_bytes
+    KV, SCALES = tile.kv_offset, tile.scales_offset
+    THREE_QUARTERS = GROUP_TOKENS + GROUP_TOKENS // 2         # tokens; where a group has one, there is no such case
+
+    halved_weights_in, weights_in = (load_weights(COLUMNS, halved) for halved in (True, False))
+    walk_first = _walk(tile, 0, halved=False)
+    if IS_SPLIT:
+        walk_all_halved, walk_all = (_walk(tile, GROUP_TOKENS, halved) for halved in (True, False))
+        walk_three_quarters = _walk(tile, max(1, GROUP_TOKENS // 2), halved=False)
+
+    @cuda.jit(device=True, inline="always")
+    def multiply(base, lane, warp, scores_at, width):
+        quarter = uint32(lane & uint32(3))
+        know_lane(quarter)
+        is_leader = uint32(1) if lane == uint32(0) else uint32(0)
+        odd, high = uint32(quarter & uint32(1)), uint32(quarter >> uint32(1))
+        my_row = at(uint32(lane >> uint32(2)), 0, 16, warp)                   # of the tile: the key whose score this lane writes
+        my_token = uint32(0)
+        if IS_SINGLE:
+            my_row = at(my_row, 0, 8, odd)
+        else:
+            my_row = at(my_row, 0, 8, high)
+            my_token = odd
+        my_tile = uint32(at(base, KV, KEYS_PER_WARPGROUP * ROW_BYTES, uint32(warp >> uint32(2))) >> uint32(4))
+        my_scale = at(base, SCALES, 4, my_row)
+        row_bytes = uint64(uint64(width) * uint64(4))
+        item = uint32(0)
+        phase = uint32(0)
+        stage = uint32(0)
+        kv_phase = uint32(0)
+        while True:
+            ptx.mbarrier_wait(at(base, Q_FULL, 8, item), phase)
+            place = at(base, ITEMS, ITEM_BYTES, item)
+            num_tiles = ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_NUM_TILES)))
+            if num_tiles == uint32(0):
+                break
+            num_rows = shuffle(ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_NUM_ROWS))), 0)
+            is_halvable = cuda.all_sync(0xFFFFFFFF, ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_IS_HALVABLE))) != uint32(0))
+            limits = at(place, CANDIDATES, 4, my_token)
+            my_weights = at(place, WEIGHTS, 8, quarter)
+            q_tile = uint32(at(base, 0, Q_TILE_BYTES, item) >> uint32(4))
+            row = uint32(ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_ROW))) + my_token)
+            key = uint32(ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_TILE))) * uint32(BLOCK_KV) + my_row)
+            out = uint64(scores_at + uint64(row) * row_bytes)
+            if not IS_SPLIT or num_rows <= uint32(GROUP_TOKENS):
+                weights_in(my_weights)
+                stage, kv_phase = walk_first(base, stage, kv_phase, num_tiles, my_tile, q_tile, my_scale, limits,
+                                             out, row_bytes, key, is_leader)
+            if IS_SPLIT:
+                if num_rows > uint32(GROUP_TOKENS) and num_rows <= uint32(THREE_QUARTERS):
+                    weights_in(my_weights)
+                    stage, kv_phase = walk_three_quarters(base, stage, kv_phase, num_tiles, my_tile, q_tile, my_scale, limits,
+                                                          out, row_bytes, key, is_leader)
+                elif num_rows > uint32(THREE_QUARTERS) and is_halvable:
+                    halved_weights_in(my_weights)
+                    stage, kv_phase = walk_all_halved(base, stage, kv_phase, num_tiles, my_tile, q_tile, my_scale, limits,
+                                                      out, row_bytes, key, is_leader)
+                elif num_rows > uint32(THREE_QUARTERS):
+                    weights_in(my_weights)
+                    stage, kv_phase = walk_all(base, stage, kv_phase, num_tiles, my_tile, q_tile, my_scale, limits,
+                                               out, row_bytes, key, is_leader)
+            ptx.mbarrier_arrive_if(at(base, Q_EMPTY, 8, item), is_leader)
+            item, phase = after(item, phase, NUM_Q_STAGES)
+
+    return multiply
+
+
+def _walk(tile: TmaTile, second_tokens: int, halved: bool) -> Callable[..., tuple[Any, Any]]:
+    """A math warpgroup's way through the tiles of an item whose second group has so many tokens.
+
+    ``dot[key, column] = k[key, d] q[column, d]``, then ``score[token, key] = scale[key] sum_h relu(dot[key, (token, h)])
+    weight[token, h]``. Returns the stage of the key tiles that it has come to, and its phase.
+    """
+    HEADS, NUM_KV_STAGES, KV_TILE_BYTES, KV_FULL, KV_EMPTY = (tile.heads, tile.num_kv_stages, tile.kv_tile_bytes, tile.kv_full,
+                                                              tile.kv_empty)
+    FIRST_TOKENS, FIRST_COLUMNS, IS_SPLIT = tile.group_tokens, HEADS * tile.group_tokens, second_tokens > 0
+    SECOND_Q = FIRST_COLUMNS * ROW_BYTES // 16
+    multiply_first = ptx.wgmma_e4m3(0, FIRST_COLUMNS, tile.depth_steps)
+    write_first = group_scores(0, FIRST_TOKENS, HEADS, halved, FIRST_TOKENS == 1)
+    if IS_SPLIT:
+        multiply_second = ptx.wgmma_e4m3(FIRST_COLUMNS // 2, FIRST_COLUMNS, tile.depth_steps)
+        write_second = group_scores(FIRST_TOKENS, second_tokens, HEADS, halved, FIRST_TOKENS == 1)
+
+    @cuda.jit(device=True, inline="always")
+    def walk(base, stage, phase, num_tiles, my_tile, q_tile, my_scale, limits, out, row_bytes, key, is_leader):
+        two_rows = uint64(row_bytes + row_bytes)
+        out_second = uint64(out + uint64(FIRST_TOKENS) * row_bytes)
+        limits_second = uint32(limits + uint32(4 * FIRST_TOKENS))
+        while num_tiles > uint32(0):
+            num_tiles = uint32(num_tiles - uint32(1))
+            ptx.mbarrier_wait(at(base, KV_FULL, 8, stage), phase)
+            k_tile = at(my_tile, 0, KV_TILE_BYTES // 16, stage)
+            multiply_first(k_tile, q_tile)
+            scale = ptx.load_shared_f32(at(my_scale, 0, 4 * BLOCK_KV, stage))
+            here = uint64(uint64(4) * uint64(key))
+            if IS_SPLIT:
+                multiply_second(k_tile, uint32(q_tile + uint32(SECOND_Q)))
+                ptx.wgmma_wait_1()
+                write_first(out + here, two_rows, limits, key, scale)
+            ptx.wgmma_wait_0()
+            ptx.mbarrier_arrive_if(at(base, KV_EMPTY, 8, stage), is_leader)
+            if IS_SPLIT:
+                write_second(out_second + here, two_rows, limits_second, key, scale)
+            else:
+                write_first(out + here, two_rows, limits, key, scale)
+            key = uint32(key + uint32(BLOCK_KV))
+            stage, phase = after(stage, phase, NUM_KV_STAGES)
+        return stage, phase
+
+    return walk
 
 
 # ------------------------------------------------------------------------------------------------------------- tensor maps
@@ -706,7 +794,7 @@ def supports(call: Call, q: ArrayView, keys: ArrayView, key_scales: ArrayView) -
         return False
     scale_slot, scale_block = key_scales.strides[1], key_scales.strides[0]
     return (_is_mappable(q) and _is_mappable(keys) and scale_slot == key_scales.itemsize and key_scales.address % 16 == 0
-            and (num_blocks == 1 or (scale_block % 16 == 0 and 0 <= scale_block)))
+            and (num_blocks == 1 or (scale_block % 16 == 0 and scale_block >= 0)))
 
 
 def _is_mappable(view: ArrayView) -> bool:
@@ -727,5 +815,5 @@ def tensor_map(view: ArrayView, box: tuple[int, int]) -> tuple[int, ...]:
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
     if int(error):
-        raise RuntimeError(f"no tensor map of {view.name} with shape {list(view.shape)}, strides {list(view.strides)}: {error.name}")
+        raise RuntimeError(f"{view.name} has no tensor map, shape {list(view.shape)}, strides {list(view.strides)}: {error.name}")
     return tuple(int(word) for word in encoded.opaque)

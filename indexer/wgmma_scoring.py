@@ -4,7 +4,7 @@ Bytes are loaded one by one, so nothing need be aligned; `tma_scoring` is the fa
 """
 from __future__ import annotations
 
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, uint8, uint32
 from numba.cuda import types
 
 from . import ptx
@@ -31,7 +31,7 @@ def _chain_text() -> str:
     return f"{{ .reg .f32 r, w0, w1, s<4>; {text}" + "".join(f"mov.f32 ${i}, s{i}; " for i in range(4)) + "}"
 
 
-declare_registers = ptx.declare_registers(BLOCK_H // 2, 0)
+declare = ptx.declare(acc=BLOCK_H // 2)
 multiply = ptx.wgmma_e4m3(0, BLOCK_H, BLOCK_D // 32)
 multiply_and_add = ptx.wgmma_e4m3(0, BLOCK_H, BLOCK_D // 32, keep=True)
 extend_chains = ptx.instruction(_chain_text(), types.UniTuple(ptx.f32, 4), *[ptx.f32] * 4, ptx.u32)
@@ -46,9 +46,10 @@ def swizzled(row, column):
 def _score_rows(q, q_s, keys, key_scales, table, row_request, row_candidates, scores, first_row, skip_up_to, num_splits):
     """``scores[row, key]`` of token ``first_row + row`` for key < the row's candidates, where they are more than `skip_up_to`.
 
-    Block ``row * num_splits + split`` takes every `num_splits`-th tile of 64 keys of its row: 64 keys x 64 heads x 128 deep at a time.
+    Block ``row * num_splits + split`` takes every `num_splits`-th tile of 64 keys of its row, 64 keys x 64 heads x 128 deep at a
+    time.
     """
-    declare_registers()
+    declare()
     q_tile = cuda.shared.array(TILE_BYTES, uint8, alignment=1024)
     k_tile = cuda.shared.array(TILE_BYTES, uint8, alignment=1024)
     weights = cuda.shared.array(BLOCK_H, float32, alignment=16)

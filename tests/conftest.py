@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from indexer.device import SIMULATED, Memory, is_available
 
 HAS_GPU = is_available() and not SIMULATED
-collect_ignore = ["test_codegen.py", "test_wgmma.py"] if SIMULATED else []      # the simulator compiles nothing
+collect_ignore = ["test_codegen.py", "test_ptx.py", "test_wgmma.py"] if SIMULATED else []      # the simulator compiles nothing
 
 # "ci" draws the same examples on every run; "dev" new ones; "nightly" many.
 _COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}

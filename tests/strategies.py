@@ -9,8 +9,8 @@ from indexer.device import SIMULATED
 
 # Shapes grow with what runs them: tiny in the simulator, small for the oracle and the GPU.
 MAX_NEW, MAX_CACHED, MAX_REQUESTS = (2, 9, 3) if SIMULATED else (9, 150, 5)
-HEADS = (1, 3, 8, 9) if SIMULATED else (1, 3, 4, 8, 12, 16, 32, 64, 65, 128)
-DEPTHS = (4, 12) if SIMULATED else (4, 12, 32, 64, 100, 128, 200)
+HEADS = (1, 3, 8, 9) if SIMULATED else (1, 3, 12, 64, 129)   # few, as each may need a kernel of its own
+DEPTHS = (4, 12) if SIMULATED else (4, 12, 64, 100, 128, 200)
 PAGES = (1, 3, 4) if SIMULATED else (1, 3, 16, 64)
 TOP_KS = (1, 3, 5, 20) if SIMULATED else (1, 3, 7, 16, 64, 200)
 

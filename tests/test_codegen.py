@@ -2,16 +2,13 @@
 import functools
 import importlib.metadata
 import re
-import shutil
-import subprocess
-import sysconfig
-from pathlib import Path
 
 import pytest
+from codegen import assemble
 from numba import cuda
 from wgmma_kernel import WGMMA
 
-from indexer import cuda_kernels, sampled_selection, scoring, selection
+from indexer import cuda_kernels, sampled_selection, scoring, selection, tma_scoring, wgmma_scoring
 
 TARGETS = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]
 HEAD_COUNTS = (8, 16, 32, 64)
@@ -23,36 +20,25 @@ KERNELS = {
     "locate_rows": cuda_kernels.LOCATE_ROWS,
     "fill_outside": cuda_kernels.FILL_OUTSIDE,
 }
-
-
-def tool(name):
-    """Path of ptxas or nvdisasm: from its wheel, or from a CUDA toolkit."""
-    site = Path(sysconfig.get_paths()["purelib"])
-    found = [path for path in site.glob(f"nvidia/**/bin/{name}") if path.is_file()]
-    path = str(found[0]) if found else shutil.which(name, path="/usr/local/cuda/bin") or shutil.which(name)
-    assert path, f"{name} is missing: install the extra 'test'"
-    return path
+H200_SHARED_BYTES = 232_448
+TMA_TILES = {
+    f"tma_scorer_{heads}_{depth}_{tokens}": tma_scoring.tma_tile(heads, depth, tokens, H200_SHARED_BYTES)
+    for heads, depth, tokens in ((64, 128, 1), (64, 128, 4), (32, 128, 8), (128, 64, 2), (8, 32, 16))
+}
+HOPPER_KERNELS = {
+    "wgmma_probe": WGMMA,
+    "wgmma_scorer": wgmma_scoring.SCORE_ROWS,
+    **{name: tma_scoring.tma_scorer(tile) for name, tile in TMA_TILES.items()},
+}
 
 
 @functools.cache
-def machine_code(name, capability, tmp):
+def machine_code(name, capability):
     """(PTX, ptxas report, SASS) of a kernel."""
-    kernel = KERNELS.get(name, WGMMA)
+    kernel = {**KERNELS, **HOPPER_KERNELS}[name]
     ptx, _ = cuda.compile(kernel.function, kernel.signature, cc=capability, device=False, abi="numba",
                           launch_bounds=kernel.launch_bounds)
-    source, cubin = tmp / f"{name}.ptx", tmp / f"{name}.cubin"
-    source.write_text(ptx)
-    target = "sm_" + "".join(map(str, capability))
-    ptxas = subprocess.run([tool("ptxas"), "-v", f"-arch={target}", source, "-o", cubin], capture_output=True, text=True)
-    assert ptxas.returncode == 0, ptxas.stderr
-    sass = subprocess.run([tool("nvdisasm"), "-c", cubin], capture_output=True, text=True)
-    assert sass.returncode == 0, sass.stderr
-    return ptx, ptxas.stderr, sass.stdout
-
-
-@pytest.fixture(scope="module")
-def tmp(tmp_path_factory):
-    return tmp_path_factory.mktemp("code")
+    return ptx, *assemble(ptx, "sm_" + "".join(map(str, capability)))
 
 
 def opcodes(sass):
@@ -73,8 +59,8 @@ def check_no_spills(ptx, report, sass):
 
 @pytest.mark.parametrize("capability", TARGETS, ids=lambda cc: "sm_" + "".join(map(str, cc)))
 @pytest.mark.parametrize("name", KERNELS)
-def test_every_kernel_for_every_target(name, capability, tmp):
-    ptx, report, sass = machine_code(name, capability, tmp)
+def test_every_kernel_for_every_target(name, capability):
+    ptx, report, sass = machine_code(name, capability)
     check_no_spills(ptx, report, sass)
     assert "BRA.DIV" not in opcodes(sass)
     assert "ftz" not in ptx                                             # denormals are kept
@@ -93,20 +79,54 @@ def test_every_kernel_for_every_target(name, capability, tmp):
         assert count(sass, "ATOMG") == count(sass, "RED") == 0
 
 
-def test_launch_bounds_hold(tmp):
+def test_launch_bounds_hold():
     """Registers per thread leave room for at least three blocks of the scorer on a multiprocessor (65,536 registers)."""
     for capability in TARGETS:
-        _, report, _ = machine_code("exact_scorer_64", capability, tmp)
+        _, report, _ = machine_code("exact_scorer_64", capability)
         registers = int(re.search(r"Used (\d+) registers", report)[1])
         assert registers * KERNELS["exact_scorer_64"].threads * 3 <= 65536, report
 
 
-def test_the_wgmma_probe(tmp):
+def test_the_wgmma_probe():
     """The kernel that checks the oracle's "wgmma" really issues one wgmma for every 32 of depth."""
-    ptx, report, sass = machine_code("wgmma", (9, 0, "a"), tmp)
+    ptx, report, sass = machine_code("wgmma_probe", (9, 0, "a"))
     check_no_spills(ptx, report, sass)
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3") == 4
     assert count(sass, "QGMMA.64x128x32") == 4
+
+
+def check_hopper_kernel(name):
+    ptx, report, sass = machine_code(name, (9, 0, "a"))
+    check_no_spills(ptx, report, sass)
+    assert "BRA.DIV" not in opcodes(sass)
+    assert "ftz" not in ptx
+    assert "C75" not in report, "products are serialised"
+    assert re.search(r"max\.NaN\.f32", ptx)
+    return ptx, report, sass
+
+
+def test_the_plain_hopper_scorer():
+    _, _, sass = check_hopper_kernel("wgmma_scorer")
+    assert count(sass, "QGMMA.64x64x32") == 8                           # from zero, and to what is there
+    assert opcodes(sass).count("FMNMX.NAN") == opcodes(sass).count("FFMA") == 32
+
+
+@pytest.mark.parametrize("name", TMA_TILES)
+def test_the_hopper_scorer(name):
+    tile = TMA_TILES[name]
+    _, report, sass = check_hopper_kernel(name)
+    columns = tile.columns // tile.num_groups
+    walks = 7 if tile.group_tokens > 1 else 5 if tile.num_groups == 2 else 1        # groups in all walks through an item
+    assert count(sass, f"QGMMA.64x{columns}x32") == walks * tile.depth_steps
+    assert count(sass, "UTMALDG.3D") >= 2                               # query tiles, key tiles
+    assert count(sass, "UBLKCP") >= 1                                   # key scales
+    assert count(sass, "WARPGROUP.DEPBAR") == count(sass, "WARPGROUP.ARRIVE") == walks
+    assert {".".join(name.split(".")[:2]) for name in opcodes(sass) if name.startswith("USETMAXREG")} == {
+        "USETMAXREG.DEALLOC", "USETMAXREG.TRY_ALLOC"}
+    assert int(re.search(r"Used (\d+) registers", report)[1]) * tma_scoring.THREADS <= 65536
+    moved = 128 * tma_scoring.PRODUCER_REGISTERS + 32 * tma_scoring.MATH_WARPS * tma_scoring.MATH_REGISTERS
+    assert moved <= 168 * tma_scoring.THREADS                           # no more than all have at the start
+    assert tile.shared_bytes <= H200_SHARED_BYTES
 
 
 def test_numba_cuda_is_the_pinned_one():

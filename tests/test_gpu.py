@@ -2,18 +2,19 @@
 import pathlib
 
 import numpy as np
+import oracle
 import pytest
 from assertions import assert_same_bits
 from numba import cuda
 
 import indexer
-from indexer import reference, sampled_selection
+from indexer import cuda_kernels, reference, sampled_selection
 from indexer.__main__ import to_device as to_numba
 from indexer.batches import UNUSED_ID, make_batch, random_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernels]
 
-SELECT, ORACLE = indexer.mla_indexer_ragged_float8_paged, reference.mla_indexer_ragged_float8_paged
+SELECT, ORACLE = indexer.mla_indexer_ragged_float8_paged, oracle.select
 
 
 def to_torch(array, device="cuda"):
@@ -50,19 +51,20 @@ def test_a_real_sized_batch_equals_the_oracle(kpool):
     batch = make_batch(np.random.default_rng(kpool), new_tokens=[300, 1, 211, 0], cached=[32468, 32767, 12000, 500], kpool=kpool,
                        num_heads=64, head_dim=128, top_k=2048, order="score", scores_budget_bytes=16 * 2**20)
     want_scores = np.empty((512, 2048), np.float32)
-    want = batch.select(ORACLE, out_scores=want_scores)
+    want = batch.select(ORACLE, out_scores=want_scores, arithmetic="exact")
     out, out_scores = to_numba(np.full(want.shape, 0x7FFFFFFF, np.int32)), to_numba(np.full(want.shape, np.nan, np.float32))
-    batch.select(SELECT, to_numba, out=out, out_scores=out_scores)
+    batch.select(SELECT, to_numba, out=out, out_scores=out_scores, arithmetic="exact")
     assert_same_bits(to_host(out), want)
     assert_same_bits(to_host(out_scores), want_scores)
-    assert_same_bits(to_host(batch.select(SELECT, to_numba, order="index")), np.sort(want.view(np.uint32)).view(np.int32))
+    by_index = to_host(batch.select(SELECT, to_numba, order="index", arithmetic="exact"))
+    assert_same_bits(by_index, np.sort(want.view(np.uint32)).view(np.int32))
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_random_batches_with_device_metadata(seed):
     """Lengths, offsets and table are not read back: W comes from the bounds, and nothing else changes."""
     batch = random_batch(np.random.default_rng([11, seed]))
-    want = batch.score(reference.index_scores)
+    want = batch.score(oracle.scores)
     got = to_host(batch.score(indexer.index_scores, to_numba))
     assert_same_bits(got[:, :want.shape[1]], want)
     assert (got[:, want.shape[1]:] == -np.inf).all()
@@ -315,13 +317,15 @@ def test_mixed_places_are_refused():
     with pytest.raises(ValueError, match="must be on the host as q is"):
         SELECT(batch.q, batch.q_s, offsets, cache, layer, top_k=4)
     with pytest.raises(TypeError, match="q must be a NumPy array"):
-        ORACLE(q, q_s, offsets, cache, layer, top_k=4)
+        reference.mla_indexer_ragged_float8_paged(q, q_s, offsets, cache, layer, top_k=4)
     with pytest.raises(TypeError, match="stream must be"):
         SELECT(q, q_s, offsets, cache, layer, top_k=4, stream="0")
 
 
-def test_wgmma_is_refused_while_it_has_no_kernel():
-    with pytest.raises(ValueError, match='arithmetic "wgmma"'):
+def test_wgmma_is_refused_on_other_cards(monkeypatch):
+    monkeypatch.setattr(cuda_kernels, "has_wgmma", lambda: False)
+    assert indexer.default_arithmetic() == "exact"
+    with pytest.raises(ValueError, match=r'arithmetic must be "auto" or "exact".*got "wgmma"'):
         small().select(SELECT, arithmetic="wgmma")
 
 

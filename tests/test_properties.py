@@ -2,6 +2,7 @@
 from dataclasses import replace
 
 import numpy as np
+import oracle
 import pytest
 from assertions import assert_same_bits
 from hypothesis import assume, given
@@ -9,7 +10,6 @@ from hypothesis import strategies as st
 from strategies import byte_batches, lattice_batches, seeded_batches
 
 import indexer
-from indexer import reference
 from indexer.batches import make_batch
 from indexer.device import SIMULATED
 
@@ -18,7 +18,7 @@ POISON = {np.int32: 0x7FFFFFFF, np.float32: np.nan}
 
 def select(batch, side, **extra):
     """(indices, out_scores) of one side, into poisoned outputs."""
-    function = {"oracle": reference, "kernels": indexer}[side].mla_indexer_ragged_float8_paged
+    function = {"oracle": oracle.select, "kernels": indexer.mla_indexer_ragged_float8_paged}[side]
     shape = (batch.num_tokens, batch.top_k)
     out, out_scores = (np.full(shape, POISON[dtype], dtype) for dtype in (np.int32, np.float32))
     result = batch.select(function, out=out, out_scores=out_scores, **extra)
@@ -38,14 +38,13 @@ def assert_same_selection(got, want):
 @given(seeded_batches())
 def test_kernels_select_as_the_oracle(batch):
     assert_same_selection(select(batch, "kernels"), select(batch, "oracle"))
-    assert_same_bits(batch.select(indexer.mla_indexer_ragged_float8_paged), batch.select(reference.mla_indexer_ragged_float8_paged))
+    assert_same_bits(batch.select(indexer.mla_indexer_ragged_float8_paged), batch.select(oracle.select))
 
 
 @pytest.mark.kernels
 @given(seeded_batches())
 def test_kernels_score_as_the_oracle(batch):
-    arithmetic = indexer.default_arithmetic(batch.fp8_dtype)
-    assert_same_bits(batch.score(indexer.index_scores), batch.score(reference.index_scores, arithmetic=arithmetic))
+    assert_same_bits(batch.score(indexer.index_scores), batch.score(oracle.scores))
 
 
 @pytest.mark.kernels

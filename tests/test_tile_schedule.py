@@ -1,0 +1,65 @@
+"""Who scores which tiles: the closed forms against counting, over drawn requests."""
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from indexer.device import SIMULATED
+
+if SIMULATED:
+    pytest.skip("the simulator's kernels do not use it", allow_module_level=True)
+
+from host_functions import plain
+
+from indexer import tile_schedule
+
+BLOCK_QS = (1, 2, 4, 8, 16)
+rows_to_score, tiles_of_request, tiles_before, query_block_at, divide = map(plain, (
+    tile_schedule.rows_to_score, tile_schedule.tiles_of_request, tile_schedule.tiles_before, tile_schedule.query_block_at,
+    tile_schedule.divide))
+
+
+@given(st.integers(0, 2**31 - 1), st.integers(1, tile_schedule.MAX_KPOOL))
+def test_a_division_without_dividing(n, kpool):
+    pool = tile_schedule.divisor(kpool)
+    assert pool[1] < 2**32
+    for value in (n, n // kpool * kpool, max(0, n // kpool * kpool - 1), 2**31 - 1):
+        assert divide(value, pool) == value // kpool
+
+
+requests = st.fixed_dictionaries({
+    "new_tokens": st.integers(0, 300), "cached": st.integers(0, 5000), "kpool": st.sampled_from((1, 2, 3, 4, 7, 500)),
+    "causal": st.booleans(), "offset": st.integers(0, 50), "start": st.integers(0, 100), "length": st.integers(1, 300),
+    "skip_up_to": st.sampled_from((0, 0, 5, 100, 2048)), "block_q": st.sampled_from(BLOCK_QS), "spare": st.integers(0, 5)})
+
+
+@given(requests)
+def test_tiles_are_counted_and_found(request):
+    n, c, kpool, causal, offset, start, skip = (request[name] for name in (
+        "new_tokens", "cached", "kpool", "causal", "offset", "start", "skip_up_to"))
+    stop, block_q, width = start + request["length"], request["block_q"], (c + n) // kpool + request["spare"]
+    candidates = {row: (c + (row - offset + 1 if causal else n)) // kpool for row in range(offset, offset + n)}
+    wanted = [row for row in candidates if start <= row < stop and candidates[row] > skip]
+    tiles = [-(-candidates[wanted[min(i + block_q, len(wanted)) - 1]] // 128) for i in range(0, len(wanted), block_q)]
+
+    first, before, count = rows_to_score(offset, offset + n, c, start, stop, tile_schedule.enough_visible(skip, kpool), int(causal),
+                                         tile_schedule.visible_limit(width, kpool))
+    pool = tile_schedule.divisor(kpool)
+    assert (count, first if wanted else None) == (len(wanted), wanted[0] if wanted else None)
+    assert tiles_of_request(before, count, pool, int(causal), block_q) == sum(tiles)
+    ends = np.cumsum([0, *tiles])
+    for block in range(len(tiles)):
+        assert tiles_before(block, before, pool, int(causal), block_q) == ends[block]
+        for tile in {ends[block], ends[block + 1] - 1}:
+            assert query_block_at(int(tile), before, count, pool, int(causal), block_q) == block
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(-2**31, 2**31 - 1), st.integers(-2**31, 2**31 - 1), st.booleans(),
+       st.integers(1, 5000), st.sampled_from((1, 4, 500)))
+def test_untrue_metadata_stays_bounded(cached, offset, end, causal, width, kpool):
+    """Rows within the chunk, and no more tiles than rows of full width have, whatever the metadata hold."""
+    first, before, count = rows_to_score(offset, end, cached, 10, 74, tile_schedule.enough_visible(0, kpool), int(causal),
+                                         tile_schedule.visible_limit(width, kpool))
+    assert count == 0 or 10 <= first < first + count <= 74
+    tiles = tiles_of_request(before, count, tile_schedule.divisor(kpool), int(causal), 1)
+    assert tiles <= count * (-(-(width + 1 + 64) // 128) + 1)

@@ -1,0 +1,124 @@
+"""Rules of the Hopper scorer that need no GPU: its tile, its place in shared memory, which calls it takes."""
+import itertools
+
+import numpy as np
+import pytest
+
+from indexer.device import SIMULATED
+
+if SIMULATED:
+    pytest.skip("the simulator knows no PTX", allow_module_level=True)
+
+from dataclasses import replace
+
+from indexer import tma_scoring
+from indexer.batches import make_batch
+from indexer.problem import check_call
+from indexer.tma_scoring import TmaTile, tma_tile
+
+H200_SHARED_BYTES = 232_448
+TILES = [tma_tile(heads, depth, tokens, H200_SHARED_BYTES) for heads in (1, 8, 12, 32, 64, 128) for depth in (32, 128)
+         for tokens in (1, 2, 3, 9, 5000)]
+
+
+@pytest.mark.parametrize(("num_heads", "head_dim", "tokens", "expected"), [
+    (64, 128, 1, TmaTile(64, 1, 4, 4, 11)),               # decode: many items and key tiles in flight
+    (64, 128, 2, TmaTile(64, 2, 4, 4, 9)),
+    (64, 128, 3, TmaTile(64, 4, 4, 2, 9)),                # 256 columns
+    (64, 128, 4096, TmaTile(64, 4, 4, 2, 9)),
+    (32, 128, 6, TmaTile(32, 8, 4, 2, 9)),
+    (128, 64, 9, TmaTile(128, 2, 2, 2, 9)),
+    (3, 20, 9, TmaTile(8, 16, 2, 4, 9)),
+])
+def test_the_tile_for_a_call(num_heads, head_dim, tokens, expected):
+    assert tma_tile(num_heads, head_dim, tokens, H200_SHARED_BYTES) == expected
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_shared_memory_regions_follow_each_other(tile):
+    """Query tiles, key tiles, scales, items, barriers, scratch: aligned, none over the next."""
+    item = [tile.candidates_offset, tile.weights_offset, tile.item_bytes]
+    assert item[0] >= 4 * tma_scoring.ITEM_WORDS
+    assert item[0] + 4 * tile.block_q <= item[1]
+    assert item[1] + 4 * tile.columns <= item[2]
+    regions = [
+        (0, tile.num_q_stages * tile.columns * 128, 1024), (tile.kv_offset, tile.num_kv_stages * 128 * 128, 1024),
+        (tile.scales_offset, tile.num_kv_stages * 128 * 4, 16), (tile.items_offset, tile.num_q_stages * tile.item_bytes, 8),
+        (tile.q_full, 8 * tile.num_q_stages, 8), (tile.q_empty, 8 * tile.num_q_stages, 8),
+        (tile.item_full, 8 * tile.num_q_stages, 8),
+        (tile.kv_full, 8 * tile.num_kv_stages, 8), (tile.kv_empty, 8 * tile.num_kv_stages, 8),
+        (tile.scratch_offset, 4 * tma_scoring.NUM_WARPS, 4), (tile.start_offset, 8, 4)]
+    for (start, size, alignment), (after, _, _) in itertools.pairwise(regions):
+        assert start % alignment == 0
+        assert start + size == after
+    assert (tile.weights_offset, tile.item_bytes) == (tile.weights_offset // 8 * 8, tile.item_bytes // 8 * 8)
+    assert tile.scratch_offset - tile.q_full == 8 * tile.num_barriers
+    assert 1024 + tile.start_offset + 8 == tile.shared_bytes <= H200_SHARED_BYTES
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_a_tile_is_what_the_instructions_take(tile):
+    assert tile.heads in (8, 16, 32, 64, 128)
+    assert tile.block_q.bit_count() == 1
+    assert tile.columns <= 256
+    assert tile.num_groups * tile.group_tokens == tile.block_q
+    assert tile.group_tokens == 1 or tile.group_tokens % 2 == 0                     # lanes share out pairs of tokens
+    assert tile.num_barriers <= tma_scoring.THREADS                                 # a thread sets one up
+    assert tile.columns // 2 + tile.columns // 4 < tma_scoring.MATH_REGISTERS - 30  # accumulators and weights
+    assert (tile.num_q_stages * tile.q_tile_bytes) % 1024 == 0
+    assert tile.q_tile_bytes < 2**20                                                # a barrier counts so many bytes
+
+
+def test_registers_move_between_warpgroups():
+    producers, math = 128, 32 * tma_scoring.MATH_WARPS
+    at_start = 65536 // tma_scoring.THREADS // 8 * 8
+    assert at_start * tma_scoring.THREADS >= producers * tma_scoring.PRODUCER_REGISTERS + math * tma_scoring.MATH_REGISTERS
+    assert tma_scoring.PRODUCER_REGISTERS % 8 == tma_scoring.MATH_REGISTERS % 8 == 0
+
+
+def views(**options):
+    options = {"new_tokens": [1, 2], "cached": [300, 5], "num_heads": 64, "head_dim": 128, "page_size": 64, "num_layers": 2,
+               **options}
+    kpool = options.get("kpool", 1)
+    batch = make_batch(np.random.default_rng(0), **options)
+    call = check_call(*batch.arguments(), mask="causal", kpool=kpool, arithmetic="wgmma", top_k=4)
+    aligned = [replace(view, address=4096 * (i + 1)) for i, view in enumerate((call.q, call.keys, call.key_scales))]
+    return call, *aligned
+
+
+@pytest.mark.parametrize("options", [
+    *({"page_size": p} for p in (8, 16, 32, 64, 128, 256, 384)), *({"num_heads": h} for h in (1, 3, 64, 128)),
+    *({"head_dim": d} for d in (16, 32, 48, 64, 128)), {"kpool": 2**16}, {"num_layers": 3}, {"fused": True}], ids=str)
+def test_calls_that_it_takes(options):
+    assert tma_scoring.supports(*views(**options))
+
+
+@pytest.mark.parametrize("options", [
+    *({"page_size": p} for p in (1, 3, 48, 192)), {"num_heads": 129}, {"head_dim": 20}, {"head_dim": 144}, {"kpool": 2**16 + 1},
+], ids=str)
+def test_calls_that_it_leaves(options):
+    assert not tma_scoring.supports(*views(**options))
+
+
+def test_arrays_that_the_copy_engine_cannot_take_are_left():
+    call, q, keys, scales = views()
+    assert tma_scoring.supports(call, q, keys, scales)
+    for view in (q, keys, scales):
+        moved = replace(view, address=view.address + 8)
+        assert not tma_scoring.supports(call, *(moved if v is view else v for v in (q, keys, scales)))
+    for strides in ((8200, 128, 1), (8192, 72, 1), (-8192, 128, 1), (8192, 0, 1), (2**40, 128, 1)):
+        assert not tma_scoring.supports(call, replace(q, strides=strides), keys, scales)
+        assert not tma_scoring.supports(call, q, replace(keys, strides=strides), scales)
+    for strides in ((256, 8), (264, 4), (-256, 4)):
+        assert not tma_scoring.supports(call, q, keys, replace(scales, strides=strides))
+    assert tma_scoring.supports(call, q, keys, replace(scales, strides=(0, 4)))     # one page of scales for all
+
+
+def test_every_weight_that_is_halved_keeps_its_bits():
+    """Halving and doubling again gives a weight back down to the limit, and not below it."""
+    limit = np.float32(tma_scoring.SMALLEST_HALVABLE)
+    weights = np.random.default_rng(0).integers(0, 2**32, 100_000, np.uint32).view(np.float32)
+    weights = np.concatenate([weights[(np.abs(weights) >= limit) & np.isfinite(weights)], [limit, -limit]]).astype(np.float32)
+    assert np.array_equal(weights * np.float32(0.5) * np.float32(2), weights)
+    below = np.nextafter(limit, np.float32(0))
+    assert below * np.float32(0.5) * np.float32(2) != below
