@@ -30,7 +30,7 @@ from .device import (
 from .problem import DEFAULT_SCORES_BUDGET_BYTES, ArrayView, Call, check_call, describe, fp8_name
 
 if not scoring.SIMULATED:                     # the simulator knows no PTX
-    from . import tile_schedule, tma_scoring, wgmma_scoring
+    from . import ptx, tile_schedule, tma_scoring, tma_tile, wgmma_scoring
 
 __all__ = ["default_arithmetic", "index_scores", "mla_indexer_ragged_float8_paged"]
 
@@ -164,7 +164,7 @@ class Plan:
         Of the device.
     tile : ScoreTile
         Of the portable scorer.
-    tma_tile : TmaTile or None
+    tma : TmaTile or None
         Of the Hopper scorer, where it takes the call.
     rows_per_chunk : int
         Rows of the score matrix held at a time.
@@ -182,7 +182,7 @@ class Plan:
 
     num_multiprocessors: int
     tile: scoring.ScoreTile
-    tma_tile: tma_scoring.TmaTile | None
+    tma: tma_tile.TmaTile | None
     rows_per_chunk: int
     width: int
     num_splits: int
@@ -204,11 +204,11 @@ class Plan:
         num_pieces = 0
         if sampled_selection.supports(width, call.top_k, shared_bytes_limit):
             num_pieces = sampled_selection.pieces_per_row(num_rows, width, num_multiprocessors)
-        tma_tile = None
+        tma = None
         if use_tma:
             tokens_per_request = -(-call.num_tokens // call.num_requests)
-            tma_tile = tma_scoring.tma_tile(call.num_heads, call.q.shape[2], tokens_per_request, shared_bytes_limit)
-        return cls(num_multiprocessors, tile, tma_tile, num_rows, width, num_splits, skip_up_to, num_pieces, rank_width)
+            tma = tma_tile.tile_for(call.num_heads, call.q.shape[2], tokens_per_request, shared_bytes_limit)
+        return cls(num_multiprocessors, tile, tma, num_rows, width, num_splits, skip_up_to, num_pieces, rank_width)
 
     @property
     def scores_shape(self) -> tuple[int, int]:
@@ -218,7 +218,7 @@ class Plan:
     @property
     def maps_shape(self) -> tuple[int, int]:
         """Of the Hopper scorer's tensor maps, two per block, uint64."""
-        return self.num_multiprocessors, 2 * tma_scoring.ptx.TENSOR_MAP_WORDS
+        return self.num_multiprocessors, 2 * ptx.TENSOR_MAP_WORDS
 
     @property
     def ranks_shape(self) -> tuple[int, int]:
@@ -302,7 +302,7 @@ class _Work:
     def plan(self, *, with_scores: bool) -> Plan:
         """The plan for this call on the current device."""
         arrays = [describe(name, array) for name, array in (("q", self.q), ("blocks", self.keys), ("scales", self.key_scales))]
-        use_tma = self.arithmetic == "wgmma" and tma_scoring.supports(self.call, *arrays)
+        use_tma = self.arithmetic == "wgmma" and tma_tile.supports(self.call, *arrays)
         return Plan.of(self.call, num_multiprocessors(), max_shared_bytes(), with_scores=with_scores, use_tma=use_tma)
 
     def locate_rows(self, width: int) -> _Rows:
@@ -318,8 +318,8 @@ class _Work:
 
     def score(self, plan: Plan, rows: _Rows, start: int, stop: int, scores: Any, bits: Any, skip_up_to: int) -> None:
         """Scores of the tokens [start, stop) into the first rows of `scores`; `bits` is the same memory."""
-        if plan.tma_tile is not None:
-            self._score_tma(plan, plan.tma_tile, rows, start, stop, scores, skip_up_to)
+        if plan.tma is not None:
+            self._score_tma(plan, plan.tma, rows, start, stop, scores, skip_up_to)
             return
         data = (self.q, self.q_s, self.keys, self.key_scales, self.table, rows.request, rows.candidates)
         num_blocks = (stop - start) * plan.num_splits
@@ -331,7 +331,7 @@ class _Work:
                 num_blocks, self.handle, *data, scores, bits, start, skip_up_to, plan.num_splits, code.nan_mask, code.nan_bits,
                 np.float32(code.unit**2))
 
-    def _score_tma(self, plan: Plan, tile: tma_scoring.TmaTile, rows: _Rows, start: int, stop: int, scores: Any,
+    def _score_tma(self, plan: Plan, tile: tma_tile.TmaTile, rows: _Rows, start: int, stop: int, scores: Any,
                    skip_up_to: int) -> None:
         call = self.call
         q, keys, key_scales, table = (describe(name, array) for name, array in (
@@ -341,7 +341,7 @@ class _Work:
         maps = describe("maps", self.memory.scratch(plan.maps_shape, "uint64"))
         tma_scoring.tma_scorer(tile).launch(
             plan.num_multiprocessors, self.handle,
-            tma_scoring.tensor_map(q, (tile.block_q, tile.heads)), tma_scoring.tensor_map(keys, (1, rows_per_copy)), maps.address,
+            tma_tile.tensor_map(q, (tile.block_q, tile.heads)), tma_tile.tensor_map(keys, (1, rows_per_copy)), maps.address,
             rows.counters, self.q_s, key_scales.address, key_scales.strides[0], self.offsets, self.lengths,
             self.table, table.extent[0], table.extent[1] - table.extent[0],
             describe("scores", scores).address, call.width, num_blocks,

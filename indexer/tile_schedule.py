@@ -17,6 +17,9 @@ BLOCK_KV = 128                                # keys of a tile
 MAX_BLOCK_Q = 16                              # query tokens of a block; always a power of two
 MAX_KPOOL = 2**16                             # up to here no intermediate value overflows 32 bits
 MAX_VISIBLE = 2**31 - 1
+# Tiles are given out on demand, in parts of 1 / PARTS of a fair share, where that is at least MIN_FAIR tiles; who takes a part
+# walks past all requests to it, so not where there are very many.
+MIN_FAIR, PARTS, MAX_GIVEN_REQUESTS = 16, 64, 1024
 
 
 def visible_limit(width: int, kpool: int) -> int:
@@ -136,3 +139,25 @@ def query_block_at(tile, before, count, pool, causal, block_q):
         else:
             high = middle
     return low
+
+
+@cuda.jit(device=True, inline="always")
+def stretch(total, sharer, num_sharers, num_requests, gives_out):
+    """(first, end, shared, fair): a sharer's own tiles [first, end) of the line; those from `shared` on are given out on demand.
+
+    All are own tiles unless `gives_out`; then the last quarter of everybody's fair share is given out, in parts of ``max(fair //
+    PARTS, 2)``.
+    """
+    fair = uint32(total // num_sharers)
+    rest = uint32(total - uint32(fair * num_sharers))
+    first = uint32(uint32(fair * sharer) + min(sharer, rest))
+    end = uint32(first + fair)
+    if sharer < rest:
+        end = uint32(end + uint32(1))
+    shared = total
+    if gives_out and fair >= uint32(MIN_FAIR) and num_requests <= uint32(MAX_GIVEN_REQUESTS):
+        own = uint32(fair - uint32(fair >> uint32(2)))
+        first = uint32(own * sharer)
+        end = uint32(first + own)
+        shared = uint32(own * num_sharers)
+    return first, end, shared, fair

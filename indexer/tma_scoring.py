@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from numba import cuda, float32, int32, uint32, uint64
@@ -23,168 +22,41 @@ from numba.cuda import types
 
 from . import ptx
 from .device import Kernel
-from .problem import ArrayView, Call
 from .ptx import at
 from .tile_schedule import (
     BLOCK_KV,
-    MAX_BLOCK_Q,
-    MAX_KPOOL,
+    PARTS,
     divide,
     last_visible,
     query_block_at,
     rows_to_score,
+    stretch,
     tiles_before,
     tiles_for,
     tiles_of_request,
 )
-
-ROW_BYTES = 128                               # of a tile row in shared memory: a key or a head, zeros behind its depth
-SWIZZLE_ATOM_BYTES = 1024
-KEYS_PER_WARPGROUP = 64                       # rows of a product
-MATH_WARPS = 4 * (BLOCK_KV // KEYS_PER_WARPGROUP)
-SCHEDULE_WARP, KEY_WARP = MATH_WARPS, MATH_WARPS + 1
-NUM_WARPS = MATH_WARPS + 4                    # registers move between whole warpgroups
-THREADS = 32 * NUM_WARPS
-PRODUCER_REGISTERS, MATH_REGISTERS = 40, 232
-MAX_HEADS, MAX_COLUMNS = 128, 256
-MAX_KV_STAGES = 12
-# Tiles are given out on demand, in parts of 1 / PARTS of a block's fair share, where that is at least MIN_FAIR tiles; a block walks
-# past all requests to the tiles it is given, so not where there are very many.
-MIN_FAIR, PARTS, MAX_GIVEN_REQUESTS = 16, 64, 1024
-
-# Words of an item in shared memory; its tokens' candidate counts and its weights are behind them.
-ITEM_REQUEST, ITEM_ROW, ITEM_NUM_ROWS, ITEM_TILE, ITEM_NUM_TILES, ITEM_CANDIDATES, ITEM_IS_HALVABLE = range(7)
-ITEM_WORDS = 8
-
-
-@dataclass(frozen=True)
-class TmaTile:
-    """What one block of threads works on, and where it lies in shared memory.
-
-    Attributes
-    ----------
-    heads : int
-        Heads per token, with padding: 8, 16, 32, 64 or 128.
-    block_q : int
-        Query tokens of a query block: a power of two.
-    depth_steps : int
-        Products of depth 32 per dot product.
-    num_q_stages, num_kv_stages : int
-        Items and key tiles in flight.
-    """
-
-    heads: int
-    block_q: int
-    depth_steps: int
-    num_q_stages: int
-    num_kv_stages: int
-
-    @property
-    def columns(self) -> int:
-        return self.heads * self.block_q
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of products per tile: two of whole tokens, or one token."""
-        return min(2, self.block_q)
-
-    @property
-    def group_tokens(self) -> int:
-        return self.block_q // self.num_groups
-
-    @property
-    def is_memory_bound(self) -> bool:
-        """Whether the tensor cores wait for keys, not the other way round."""
-        return self.columns <= MAX_COLUMNS // 2
-
-    @property
-    def q_tile_bytes(self) -> int:
-        return self.columns * ROW_BYTES
-
-    @property
-    def kv_tile_bytes(self) -> int:
-        return BLOCK_KV * ROW_BYTES
-
-    # byte offsets in shared memory, from a base that is aligned to a swizzle atom
-    @property
-    def kv_offset(self) -> int:
-        return self.num_q_stages * self.q_tile_bytes
-
-    @property
-    def scales_offset(self) -> int:
-        return self.kv_offset + self.num_kv_stages * self.kv_tile_bytes
-
-    @property
-    def items_offset(self) -> int:
-        return self.scales_offset + self.num_kv_stages * 4 * BLOCK_KV
-
-    @property
-    def item_bytes(self) -> int:
-        """Of an item: its fields, the candidates of its tokens, its weights; a multiple of 8."""
-        return 4 * (ITEM_WORDS + self.block_q + self.block_q % 2 + self.columns)
-
-    @property
-    def candidates_offset(self) -> int:
-        """Within an item."""
-        return 4 * ITEM_WORDS
-
-    @property
-    def weights_offset(self) -> int:
-        """Within an item."""
-        return self.item_bytes - 4 * self.columns
-
-    # barriers of 8 bytes: per item, its query tile and weights are there, all are done with it, its fields are there; per key tile,
-    # it is there, all are done with it
-    @property
-    def q_full(self) -> int:
-        return self.items_offset + self.num_q_stages * self.item_bytes
-
-    @property
-    def q_empty(self) -> int:
-        return self.q_full + 8 * self.num_q_stages
-
-    @property
-    def item_full(self) -> int:
-        return self.q_empty + 8 * self.num_q_stages
-
-    @property
-    def kv_full(self) -> int:
-        return self.item_full + 8 * self.num_q_stages
-
-    @property
-    def kv_empty(self) -> int:
-        return self.kv_full + 8 * self.num_kv_stages
-
-    @property
-    def num_barriers(self) -> int:
-        return 3 * self.num_q_stages + 2 * self.num_kv_stages
-
-    # a word per warp, then request and tile at which the walk starts
-    @property
-    def scratch_offset(self) -> int:
-        return self.kv_empty + 8 * self.num_kv_stages
-
-    @property
-    def start_offset(self) -> int:
-        return self.scratch_offset + 4 * NUM_WARPS
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block, with what it takes to align the base."""
-        return SWIZZLE_ATOM_BYTES + self.start_offset + 8
-
-
-def tma_tile(num_heads: int, head_dim: int, tokens_per_request: int, shared_bytes_limit: int) -> TmaTile:
-    """The tile for these dimensions: query blocks of one or two tokens where requests have so many, else as long as can be."""
-    heads = next(h for h in (8, 16, 32, 64, 128) if num_heads <= h)
-    block_q = min(max(1, tokens_per_request), MAX_COLUMNS // heads)
-    if block_q > 2:
-        block_q = min(MAX_COLUMNS // heads, MAX_BLOCK_Q)
-    depth_steps = 2 if head_dim <= 64 else 4                  # products of zeros change nothing; few kernels compile sooner
-    num_q_stages = 4 if heads * block_q <= MAX_COLUMNS // 2 else 2
-    tiles = (TmaTile(heads, block_q, depth_steps, num_q_stages, stages) for stages in range(MAX_KV_STAGES, 1, -1))
-    return next(tile for tile in tiles if tile.shared_bytes <= shared_bytes_limit)
-
+from .tma_tile import (
+    ITEM_CANDIDATES,
+    ITEM_IS_HALVABLE,
+    ITEM_NUM_ROWS,
+    ITEM_NUM_TILES,
+    ITEM_REQUEST,
+    ITEM_ROW,
+    ITEM_TILE,
+    KEY_WARP,
+    KEYS_PER_WARPGROUP,
+    KV_EMPTY_ARRIVALS,
+    MATH_REGISTERS,
+    MATH_WARPS,
+    NUM_WARPS,
+    PRODUCER_REGISTERS,
+    Q_EMPTY_ARRIVALS,
+    ROW_BYTES,
+    SCHEDULE_WARP,
+    SWIZZLE_ATOM_BYTES,
+    THREADS,
+    TmaTile,
+)
 
 # ------------------------------------------------------------------------------------------------ scores from accumulators
 
@@ -333,7 +205,7 @@ def tma_scorer(tile: TmaTile) -> Kernel:
     that sees more than `enough` tokens, for key < the row's candidates; the scores of other rows and keys are left as they are.
     """
     BARRIERS, SCRATCH = tile.q_full, tile.scratch_offset
-    BLOCK_Q, NUM_Q_STAGES, NUM_KV_STAGES, NUM_BARRIERS = tile.block_q, tile.num_q_stages, tile.num_kv_stages, tile.num_barriers
+    BLOCK_Q, NUM_Q_STAGES, NUM_KV_STAGES, NUM_BARRIERS = tile.block_q, tile.num_q_stages, tile.num_kv_stages, len(tile.arrivals)
     START_REQUEST, START_TILE = tile.start_offset, tile.start_offset + 4
     GIVES_OUT = tile.is_memory_bound
     NO_REQUEST = 0xFFFFFFFF
@@ -374,9 +246,9 @@ def tma_scorer(tile: TmaTile) -> Kernel:
         if tid < uint32(NUM_BARRIERS):
             arrivals = uint32(1)
             if uint32(NUM_Q_STAGES) <= tid and tid < uint32(2 * NUM_Q_STAGES):
-                arrivals = uint32(MATH_WARPS + 1)             # item empty: the key warp, too
+                arrivals = uint32(Q_EMPTY_ARRIVALS)
             if tid >= uint32(3 * NUM_Q_STAGES + NUM_KV_STAGES):
-                arrivals = uint32(MATH_WARPS)                 # key tile empty
+                arrivals = uint32(KV_EMPTY_ARRIVALS)
             ptx.mbarrier_init(at(base, BARRIERS, 8, tid), arrivals)
             ptx.fence_mbarrier_init()
         if tid == uint32(0):
@@ -392,21 +264,8 @@ def tma_scorer(tile: TmaTile) -> Kernel:
         total = shuffle(of_warps, 31)
         my_tile = uint32(shuffle(uint32(of_warps - of_warp), warp) + uint32(running - mine))
 
-        # This block's stretch [first_tile, end_tile) of the line; what is behind shared_tile is given out on demand.
-        num_sharers = uint32(cuda.gridDim.x)
-        sharer = uint32(cuda.blockIdx.x)
-        fair = uint32(total // num_sharers)
-        rest = uint32(total - uint32(fair * num_sharers))
-        first_tile = uint32(uint32(fair * sharer) + min(sharer, rest))
-        end_tile = uint32(first_tile + fair)
-        if sharer < rest:
-            end_tile = uint32(end_tile + uint32(1))
-        shared_tile = total
-        if GIVES_OUT and fair >= uint32(MIN_FAIR) and num_requests <= uint32(MAX_GIVEN_REQUESTS):
-            own = uint32(fair - uint32(fair >> uint32(2)))
-            first_tile = uint32(own * sharer)
-            end_tile = uint32(first_tile + own)
-            shared_tile = uint32(own * num_sharers)
+        first_tile, end_tile, shared_tile, fair = stretch(total, uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), num_requests,
+                                                          GIVES_OUT)
         if uint32(first_tile - my_tile) < mine and first_tile < end_tile:
             request = my_first
             tile_in_request = uint32(first_tile - my_tile)
@@ -774,46 +633,3 @@ def _walk(tile: TmaTile, second_tokens: int, halved: bool) -> Callable[..., tupl
         return stage, phase
 
     return walk
-
-
-# ------------------------------------------------------------------------------------------------------------- tensor maps
-
-
-def supports(call: Call, q: ArrayView, keys: ArrayView, key_scales: ArrayView) -> bool:
-    """Whether the kernel takes these arrays, on a device: their dimensions, and the copy engine's alignment of 16 bytes.
-
-    Parameters
-    ----------
-    q, keys, key_scales : ArrayView
-        [T, H, D], [num_blocks, P, D] and [num_blocks, P], where the kernel would read them.
-    """
-    num_blocks, page_size, head_dim = keys.shape
-    whole_pages = page_size in (8, 16, 32, 64) or page_size % BLOCK_KV == 0
-    if not (whole_pages and num_blocks and call.table.shape[1] and call.num_heads <= MAX_HEADS and head_dim <= ROW_BYTES
-            and call.kpool <= MAX_KPOOL):
-        return False
-    scale_slot, scale_block = key_scales.strides[1], key_scales.strides[0]
-    return (_is_mappable(q) and _is_mappable(keys) and scale_slot == key_scales.itemsize and key_scales.address % 16 == 0
-            and (num_blocks == 1 or (scale_block % 16 == 0 and scale_block >= 0)))
-
-
-def _is_mappable(view: ArrayView) -> bool:
-    """Whether a tensor map can describe a [., ., D] array of bytes."""
-    return view.address % 16 == 0 and all(n == 1 or (0 < s < 2**40 and s % 16 == 0) for n, s in zip(view.shape[:2], view.strides))
-
-
-def tensor_map(view: ArrayView, box: tuple[int, int]) -> tuple[int, ...]:
-    """Tensor map of a [n, m, D] array of bytes, as 16 uint64: boxes of ``box`` x 128, zeros outside, 128-byte swizzle."""
-    from cuda.bindings import driver
-    outer, inner, depth = view.shape
-    strides = [s if n > 1 else ROW_BYTES for n, s in ((inner, view.strides[1]), (outer, view.strides[0]))]
-    error, encoded = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, view.address,
-        [driver.cuuint64_t(n) for n in (depth, inner, outer)], [driver.cuuint64_t(s) for s in strides],
-        [driver.cuuint32_t(n) for n in (ROW_BYTES, box[1], box[0])], [driver.cuuint32_t(1)] * 3,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
-    if int(error):
-        raise RuntimeError(f"{view.name} has no tensor map, shape {list(view.shape)}, strides {list(view.strides)}: {error.name}")
-    return tuple(int(word) for word in encoded.opaque)

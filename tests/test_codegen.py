@@ -8,7 +8,7 @@ from codegen import assemble
 from numba import cuda
 from wgmma_kernel import WGMMA
 
-from indexer import cuda_kernels, sampled_selection, scoring, selection, tma_scoring, wgmma_scoring
+from indexer import cuda_kernels, sampled_selection, scoring, selection, tma_scoring, tma_tile, wgmma_scoring
 
 TARGETS = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]
 HEAD_COUNTS = (8, 16, 32, 64)
@@ -22,7 +22,7 @@ KERNELS = {
 }
 H200_SHARED_BYTES = 232_448
 TMA_TILES = {
-    f"tma_scorer_{heads}_{depth}_{tokens}": tma_scoring.tma_tile(heads, depth, tokens, H200_SHARED_BYTES)
+    f"tma_scorer_{heads}_{depth}_{tokens}": tma_tile.tile_for(heads, depth, tokens, H200_SHARED_BYTES)
     for heads, depth, tokens in ((64, 128, 1), (64, 128, 4), (32, 128, 8), (128, 64, 2), (8, 32, 16))
 }
 HOPPER_KERNELS = {
@@ -102,6 +102,7 @@ def check_hopper_kernel(name):
     assert "ftz" not in ptx
     assert "C75" not in report, "products are serialised"
     assert re.search(r"max\.NaN\.f32", ptx)
+    assert count(sass, "QGMMA") == ptx.count("wgmma.mma_async")         # ptxas has dropped some elsewhere
     return ptx, report, sass
 
 
@@ -123,9 +124,9 @@ def test_the_hopper_scorer(name):
     assert count(sass, "WARPGROUP.DEPBAR") == count(sass, "WARPGROUP.ARRIVE") == walks
     assert {".".join(name.split(".")[:2]) for name in opcodes(sass) if name.startswith("USETMAXREG")} == {
         "USETMAXREG.DEALLOC", "USETMAXREG.TRY_ALLOC"}
-    assert int(re.search(r"Used (\d+) registers", report)[1]) * tma_scoring.THREADS <= 65536
-    moved = 128 * tma_scoring.PRODUCER_REGISTERS + 32 * tma_scoring.MATH_WARPS * tma_scoring.MATH_REGISTERS
-    assert moved <= 168 * tma_scoring.THREADS                           # no more than all have at the start
+    assert int(re.search(r"Used (\d+) registers", report)[1]) * tma_tile.THREADS <= 65536
+    moved = 128 * tma_tile.PRODUCER_REGISTERS + 32 * tma_tile.MATH_WARPS * tma_tile.MATH_REGISTERS
+    assert moved <= 168 * tma_tile.THREADS                           # no more than all have at the start
     assert tile.shared_bytes <= H200_SHARED_BYTES
 
 

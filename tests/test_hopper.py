@@ -8,7 +8,7 @@ from assertions import assert_same_bits
 from numba import cuda
 
 import indexer
-from indexer import tma_scoring
+from indexer import tma_tile
 from indexer.__main__ import to_device
 from indexer.batches import make_batch, random_batch
 
@@ -21,13 +21,13 @@ def taken(monkeypatch):
     if tuple(cuda.get_current_device().compute_capability) != (9, 0):
         pytest.skip("needs compute capability 9.0")
     counts = {True: 0, False: 0}
-    supports = tma_scoring.supports
+    supports = tma_tile.supports
 
     def counted(*args):
         counts[supports(*args)] += 1
         return supports(*args)
 
-    monkeypatch.setattr(tma_scoring, "supports", counted)
+    monkeypatch.setattr(tma_tile, "supports", counted)
     return counts
 
 
@@ -162,7 +162,7 @@ def test_both_kernels_have_the_same_bits_on_every_run(new_tokens, cached, option
     options = {"mask": batch.mask, "kpool": batch.kpool, "arithmetic": "wgmma"}
     runs = [indexer.index_scores(*arguments, **options).copy_to_host().view(np.uint32) for _ in range(20)]
     with monkeypatch.context() as plain:
-        plain.setattr(tma_scoring, "supports", lambda *_: False)
+        plain.setattr(tma_tile, "supports", lambda *_: False)
         want = indexer.index_scores(*arguments, **options).copy_to_host().view(np.uint32)
     for run in runs:
         assert np.array_equal(run, want), f"{(run != want).sum()} of {want.size} scores differ"

@@ -14,9 +14,9 @@ from host_functions import plain
 from indexer import tile_schedule
 
 BLOCK_QS = (1, 2, 4, 8, 16)
-rows_to_score, tiles_of_request, tiles_before, query_block_at, divide = map(plain, (
+rows_to_score, tiles_of_request, tiles_before, query_block_at, divide, stretch = map(plain, (
     tile_schedule.rows_to_score, tile_schedule.tiles_of_request, tile_schedule.tiles_before, tile_schedule.query_block_at,
-    tile_schedule.divide))
+    tile_schedule.divide, tile_schedule.stretch))
 
 
 @given(st.integers(0, 2**31 - 1), st.integers(1, tile_schedule.MAX_KPOOL))
@@ -63,3 +63,19 @@ def test_untrue_metadata_stays_bounded(cached, offset, end, causal, width, kpool
     assert count == 0 or 10 <= first < first + count <= 74
     tiles = tiles_of_request(before, count, tile_schedule.divisor(kpool), int(causal), 1)
     assert tiles <= count * (-(-(width + 1 + 64) // 128) + 1)
+
+
+@given(st.integers(0, 2**31), st.integers(1, 132), st.sampled_from((1, 1024, 1025)), st.booleans())
+def test_every_tile_is_somebodys_or_given_out(total, num_sharers, num_requests, gives_out):
+    stretches = [stretch(total, sharer, num_sharers, num_requests, gives_out) for sharer in range(num_sharers)]
+    ends = [0, *(end for _, end, _, _ in stretches)]
+    assert [first for first, _, _, _ in stretches] == ends[:-1]         # own tiles follow each other, up to the shared ones
+    (shared,), (fair,) = {shared for _, _, shared, _ in stretches}, {fair for _, _, _, fair in stretches}
+    assert ends[-1] == shared
+    sizes = {end - first for first, end, _, _ in stretches}
+    assert max(sizes) - min(sizes) <= 1
+    if gives_out and num_requests <= 1024 and total // num_sharers >= 16:
+        assert total / 4 - num_sharers <= total - shared <= total / 4 + 2 * num_sharers
+    else:
+        assert shared == total
+    assert fair == total // num_sharers

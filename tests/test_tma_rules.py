@@ -11,13 +11,13 @@ if SIMULATED:
 
 from dataclasses import replace
 
-from indexer import tma_scoring
+from indexer import tma_scoring, tma_tile
 from indexer.batches import make_batch
 from indexer.problem import check_call
-from indexer.tma_scoring import TmaTile, tma_tile
+from indexer.tma_tile import TmaTile, tile_for
 
 H200_SHARED_BYTES = 232_448
-TILES = [tma_tile(heads, depth, tokens, H200_SHARED_BYTES) for heads in (1, 8, 12, 32, 64, 128) for depth in (32, 128)
+TILES = [tile_for(heads, depth, tokens, H200_SHARED_BYTES) for heads in (1, 8, 12, 32, 64, 128) for depth in (32, 128)
          for tokens in (1, 2, 3, 9, 5000)]
 
 
@@ -31,14 +31,14 @@ TILES = [tma_tile(heads, depth, tokens, H200_SHARED_BYTES) for heads in (1, 8, 1
     (3, 20, 9, TmaTile(8, 16, 2, 4, 9)),
 ])
 def test_the_tile_for_a_call(num_heads, head_dim, tokens, expected):
-    assert tma_tile(num_heads, head_dim, tokens, H200_SHARED_BYTES) == expected
+    assert tile_for(num_heads, head_dim, tokens, H200_SHARED_BYTES) == expected
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_shared_memory_regions_follow_each_other(tile):
     """Query tiles, key tiles, scales, items, barriers, scratch: aligned, none over the next."""
     item = [tile.candidates_offset, tile.weights_offset, tile.item_bytes]
-    assert item[0] >= 4 * tma_scoring.ITEM_WORDS
+    assert item[0] >= 4 * tma_tile.ITEM_WORDS
     assert item[0] + 4 * tile.block_q <= item[1]
     assert item[1] + 4 * tile.columns <= item[2]
     regions = [
@@ -47,12 +47,12 @@ def test_shared_memory_regions_follow_each_other(tile):
         (tile.q_full, 8 * tile.num_q_stages, 8), (tile.q_empty, 8 * tile.num_q_stages, 8),
         (tile.item_full, 8 * tile.num_q_stages, 8),
         (tile.kv_full, 8 * tile.num_kv_stages, 8), (tile.kv_empty, 8 * tile.num_kv_stages, 8),
-        (tile.scratch_offset, 4 * tma_scoring.NUM_WARPS, 4), (tile.start_offset, 8, 4)]
+        (tile.scratch_offset, 4 * tma_tile.NUM_WARPS, 4), (tile.start_offset, 8, 4)]
     for (start, size, alignment), (after, _, _) in itertools.pairwise(regions):
         assert start % alignment == 0
         assert start + size == after
     assert (tile.weights_offset, tile.item_bytes) == (tile.weights_offset // 8 * 8, tile.item_bytes // 8 * 8)
-    assert tile.scratch_offset - tile.q_full == 8 * tile.num_barriers
+    assert tile.scratch_offset - tile.q_full == 8 * len(tile.arrivals)
     assert 1024 + tile.start_offset + 8 == tile.shared_bytes <= H200_SHARED_BYTES
 
 
@@ -63,17 +63,25 @@ def test_a_tile_is_what_the_instructions_take(tile):
     assert tile.columns <= 256
     assert tile.num_groups * tile.group_tokens == tile.block_q
     assert tile.group_tokens == 1 or tile.group_tokens % 2 == 0                     # lanes share out pairs of tokens
-    assert tile.num_barriers <= tma_scoring.THREADS                                 # a thread sets one up
-    assert tile.columns // 2 + tile.columns // 4 < tma_scoring.MATH_REGISTERS - 30  # accumulators and weights
+    assert len(tile.arrivals) <= tma_tile.THREADS                                 # a thread sets one up
+    assert tile.columns // 2 + tile.columns // 4 < tma_tile.MATH_REGISTERS - 30  # accumulators and weights
     assert (tile.num_q_stages * tile.q_tile_bytes) % 1024 == 0
     assert tile.q_tile_bytes < 2**20                                                # a barrier counts so many bytes
 
 
+def test_arrivals_that_complete_a_phase():
+    """Once for what one warp brings; by the 8 math warps, and for an item by the key warp besides, for what they are done with."""
+    tile = tile_for(64, 128, 4, H200_SHARED_BYTES)
+    assert tile.arrivals == (1, 1, 9, 9, 1, 1, *[1] * 9, *[8] * 9)
+    places = [(start - tile.q_full) // 8 for start in (tile.q_full, tile.q_empty, tile.item_full, tile.kv_full, tile.kv_empty)]
+    assert places == [0, 2, 4, 6, 15]
+
+
 def test_registers_move_between_warpgroups():
-    producers, math = 128, 32 * tma_scoring.MATH_WARPS
-    at_start = 65536 // tma_scoring.THREADS // 8 * 8
-    assert at_start * tma_scoring.THREADS >= producers * tma_scoring.PRODUCER_REGISTERS + math * tma_scoring.MATH_REGISTERS
-    assert tma_scoring.PRODUCER_REGISTERS % 8 == tma_scoring.MATH_REGISTERS % 8 == 0
+    producers, math = 128, 32 * tma_tile.MATH_WARPS
+    at_start = 65536 // tma_tile.THREADS // 8 * 8
+    assert at_start * tma_tile.THREADS >= producers * tma_tile.PRODUCER_REGISTERS + math * tma_tile.MATH_REGISTERS
+    assert tma_tile.PRODUCER_REGISTERS % 8 == tma_tile.MATH_REGISTERS % 8 == 0
 
 
 def views(**options):
@@ -90,28 +98,28 @@ def views(**options):
     *({"page_size": p} for p in (8, 16, 32, 64, 128, 256, 384)), *({"num_heads": h} for h in (1, 3, 64, 128)),
     *({"head_dim": d} for d in (16, 32, 48, 64, 128)), {"kpool": 2**16}, {"num_layers": 3}, {"fused": True}], ids=str)
 def test_calls_that_it_takes(options):
-    assert tma_scoring.supports(*views(**options))
+    assert tma_tile.supports(*views(**options))
 
 
 @pytest.mark.parametrize("options", [
     *({"page_size": p} for p in (1, 3, 48, 192)), {"num_heads": 129}, {"head_dim": 20}, {"head_dim": 144}, {"kpool": 2**16 + 1},
 ], ids=str)
 def test_calls_that_it_leaves(options):
-    assert not tma_scoring.supports(*views(**options))
+    assert not tma_tile.supports(*views(**options))
 
 
 def test_arrays_that_the_copy_engine_cannot_take_are_left():
     call, q, keys, scales = views()
-    assert tma_scoring.supports(call, q, keys, scales)
+    assert tma_tile.supports(call, q, keys, scales)
     for view in (q, keys, scales):
         moved = replace(view, address=view.address + 8)
-        assert not tma_scoring.supports(call, *(moved if v is view else v for v in (q, keys, scales)))
+        assert not tma_tile.supports(call, *(moved if v is view else v for v in (q, keys, scales)))
     for strides in ((8200, 128, 1), (8192, 72, 1), (-8192, 128, 1), (8192, 0, 1), (2**40, 128, 1)):
-        assert not tma_scoring.supports(call, replace(q, strides=strides), keys, scales)
-        assert not tma_scoring.supports(call, q, replace(keys, strides=strides), scales)
+        assert not tma_tile.supports(call, replace(q, strides=strides), keys, scales)
+        assert not tma_tile.supports(call, q, replace(keys, strides=strides), scales)
     for strides in ((256, 8), (264, 4), (-256, 4)):
-        assert not tma_scoring.supports(call, q, keys, replace(scales, strides=strides))
-    assert tma_scoring.supports(call, q, keys, replace(scales, strides=(0, 4)))     # one page of scales for all
+        assert not tma_tile.supports(call, q, keys, replace(scales, strides=strides))
+    assert tma_tile.supports(call, q, keys, replace(scales, strides=(0, 4)))     # one page of scales for all
 
 
 def test_every_weight_that_is_halved_keeps_its_bits():
