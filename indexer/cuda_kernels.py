@@ -380,7 +380,9 @@ class _Work:
         call = self.call
         rows = self.locate_rows(call.width)
         scores, bits = kernel_array(out), kernel_array(out, "uint32")
-        FILL_OUTSIDE.launch(call.num_tokens, self.handle, bits, rows.candidates)
+        # offsets and lengths that nobody has checked may leave rows to no request's tiles
+        everywhere = plan.tma is not None and (call.offsets.on_device or call.lengths.on_device)
+        FILL_OUTSIDE.launch(call.num_tokens, self.handle, bits, rows.candidates, int(everywhere))
         for start, stop in plan.chunks(call.num_tokens):
             self.score(plan, rows, start, stop, scores[start:stop], bits[start:stop], 0)
 
@@ -389,7 +391,7 @@ def _locate_rows(offsets, lengths, causal, kpool, width, row_request, row_candid
     """Request and candidate count of every token, and a clean state, one thread each.
 
     The request is the last one whose offset is not behind the token; whatever offsets and lengths hold, the search ends inside them
-    and the count is clamped to [0, width].
+    and the count is clamped to [0, width]. A request of negative length has no candidates.
     """
     token = int64(cuda.blockIdx.x) * int64(cuda.blockDim.x) + int64(cuda.threadIdx.x)
     num_requests = int64(lengths.shape[0])
@@ -406,7 +408,8 @@ def _locate_rows(offsets, lengths, causal, kpool, width, row_request, row_candid
             index = token - int64(offsets[low])
             new_tokens = int64(offsets[low + 1]) - int64(offsets[low])
             visible = int64(lengths[low]) + (index + 1 if causal != 0 else new_tokens)
-            count = max(visible, int64(0)) // int64(kpool)
+            if lengths[low] >= 0:
+                count = max(visible, int64(0)) // int64(kpool)
         row_request[token] = low
         row_candidates[token] = min(count, int64(width))
         for i in range(2):
@@ -414,10 +417,11 @@ def _locate_rows(offsets, lengths, causal, kpool, width, row_request, row_candid
             counters[i] = 0
 
 
-def _fill_outside(bits, row_candidates):
-    """-inf at and behind each row's candidates; one block per row."""
+def _fill_outside(bits, row_candidates, everywhere):
+    """-inf at and behind each row's candidates, or everywhere; one block per row."""
     row = int64(cuda.blockIdx.x)
-    for position in range(row_candidates[row] + cuda.threadIdx.x, bits.shape[1], cuda.blockDim.x):
+    first = int64(0) if everywhere != 0 else int64(row_candidates[row])
+    for position in range(first + cuda.threadIdx.x, bits.shape[1], cuda.blockDim.x):
         bits[row, position] = selection.MINUS_INF_BITS
 
 
@@ -427,4 +431,5 @@ LOCATE_ROWS = Kernel(
      types.Array(types.int32, 1, "C"), types.Array(types.int32, 1, "C"), types.Array(types.int32, 2, "C"),
      types.Array(types.uint32, 1, "C")),
     ROW_THREADS)
-FILL_OUTSIDE = Kernel(_fill_outside, (types.Array(types.uint32, 2, "C"), types.Array(types.int32, 1, "C")), ROW_THREADS)
+FILL_OUTSIDE = Kernel(_fill_outside, (types.Array(types.uint32, 2, "C"), types.Array(types.int32, 1, "C"), types.int32),
+                      ROW_THREADS)

@@ -102,10 +102,6 @@ mbarrier_arrive_expect_bytes = instruction("mbarrier.arrive.expect_tx.shared::ct
 mbarrier_wait = instruction(
     "{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @!done bra WAIT; }", void, u32, u32)
 
-# named barriers of a block, by number and participating threads: to wait at, and to pass
-barrier_sync = instruction("barrier.cta.sync $0, $1;", void, u32, u32)
-barrier_arrive = instruction("barrier.cta.arrive $0, $1;", void, u32, u32)
-
 # --------------------------------------------------------------------------------------------------------------- bulk copies
 
 TENSOR_MAP_WORDS = 16                         # uint64

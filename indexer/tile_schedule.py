@@ -5,9 +5,10 @@ of its last token. The tiles of all query blocks of all requests stand in one li
 block, and every block of threads takes an equal stretch of it. Nothing is stored per tile or query block: the number of tiles
 before a query block has a closed form, so any place in the line is found by a search.
 
-All values are uint32. Sums are modulo 2**32, which is exact for every score matrix of fewer than 2**38 entries; lengths that belie
-the matrix can make it inexact, which then costs time or leaves rows unscored, and nothing else. No value is divided but by powers
-of two: a division takes longer than the memory it waits for.
+All values are uint32. Sums are modulo 2**32, which is exact for every score matrix of fewer than 2**38 entries. No request has more
+tiles than rows as wide as the matrix have, whatever offsets and lengths hold; offsets that are not true can still make requests
+overlap, and then leave rows unscored. What is done per request has no division in it but by powers of two, as that takes longer
+than the memory it waits for.
 """
 from __future__ import annotations
 
@@ -52,17 +53,18 @@ def divide(n, pool):
 def rows_to_score(offset, end, cached, start, stop, enough, causal, limit):
     """(first, before, count): the query rows of a request that need scores, within [start, stop).
 
-    `offset`, `end`, `start`, `stop` are int32 rows; `cached` is the request's length. Row ``first + k``, k < count, sees
-    ``before + k + 1`` tokens under the causal mask, `before` without it.
+    `offset`, `end`, `start`, `stop` are int32 rows; `cached` is the request's length, int32: no rows where it is negative. Row
+    ``first + k``, k < count, sees ``before + k + 1`` tokens under the causal mask, `before` without it; never more than `limit`.
     """
     first = max(offset, start)
     last = min(end, stop)
     count = uint32(0)
-    if first < last:
+    if first < last and cached >= 0:
         count = uint32(last - first)
     before = min(uint32(cached), limit)
     if causal != uint32(0):
         before = min(uint32(before + uint32(first - offset)), limit)
+        count = min(count, uint32(limit - before))
         if before < enough:
             skipped = min(uint32(enough - before), count)
             first += skipped

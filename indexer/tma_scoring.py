@@ -166,6 +166,44 @@ def running_sum(value, lane):
 
 
 @cuda.jit(device=True, inline="always")
+def arrivals_of(barrier, num_q_stages, num_kv_stages):
+    """Arrivals that complete a phase of a barrier, in the order of `TmaTile`: of all who are done, or of the one who brings."""
+    arrivals = uint32(1)
+    if barrier >= uint32(num_q_stages) and barrier < uint32(2 * num_q_stages):
+        arrivals = uint32(Q_EMPTY_ARRIVALS)
+    if barrier >= uint32(3 * num_q_stages + num_kv_stages):
+        arrivals = uint32(KV_EMPTY_ARRIVALS)
+    return arrivals
+
+
+@cuda.jit(device=True, inline="always")
+def copied_bytes(copies, copy_shift):
+    """Bytes of so many copies of keys and of their scales."""
+    return uint32(uint32(copies << copy_shift) * uint32(ROW_BYTES + 4))
+
+
+@cuda.jit(device=True, inline="always")
+def page_of(key_tile, num_copies, tiles_per_page):
+    """(page, part): the first page of a key tile, and the tile's place in a page of several tiles."""
+    page = uint32(key_tile * num_copies)
+    part = uint32(0)
+    if tiles_per_page > uint32(1):
+        page = uint32(key_tile // tiles_per_page)
+        part = uint32(key_tile - uint32(page * tiles_per_page))
+    return page, part
+
+
+@cuda.jit(device=True, inline="always")
+def next_page(page, part, num_copies, tiles_per_page):
+    """`page_of` the next key tile."""
+    part = uint32(part + uint32(1))
+    if part == tiles_per_page:
+        part = uint32(0)
+        page = uint32(page + num_copies)
+    return page, part
+
+
+@cuda.jit(device=True, inline="always")
 def after(stage, phase, num_stages):
     """The stage of a ring behind this one, and its phase."""
     stage = uint32(stage + uint32(1))
@@ -205,7 +243,7 @@ def tma_scorer(tile: TmaTile) -> Kernel:
     that sees more than `enough` tokens, for key < the row's candidates; the scores of other rows and keys are left as they are.
     """
     BARRIERS, SCRATCH = tile.q_full, tile.scratch_offset
-    BLOCK_Q, NUM_Q_STAGES, NUM_KV_STAGES, NUM_BARRIERS = tile.block_q, tile.num_q_stages, tile.num_kv_stages, len(tile.arrivals)
+    BLOCK_Q, NUM_Q_STAGES, NUM_KV_STAGES, NUM_BARRIERS = tile.block_q, tile.num_q_stages, tile.num_kv_stages, tile.num_barriers
     START_REQUEST, START_TILE = tile.start_offset, tile.start_offset + 4
     GIVES_OUT = tile.is_memory_bound
     NO_REQUEST = 0xFFFFFFFF
@@ -244,11 +282,7 @@ def tma_scorer(tile: TmaTile) -> Kernel:
         if tid == uint32(32 * KEY_WARP):
             ptx.store_tensor_map(key_map_at, key_map)
         if tid < uint32(NUM_BARRIERS):
-            arrivals = uint32(1)
-            if uint32(NUM_Q_STAGES) <= tid and tid < uint32(2 * NUM_Q_STAGES):
-                arrivals = uint32(Q_EMPTY_ARRIVALS)
-            if tid >= uint32(3 * NUM_Q_STAGES + NUM_KV_STAGES):
-                arrivals = uint32(KV_EMPTY_ARRIVALS)
+            arrivals = arrivals_of(tid, NUM_Q_STAGES, NUM_KV_STAGES)
             ptx.mbarrier_init(at(base, BARRIERS, 8, tid), arrivals)
             ptx.fence_mbarrier_init()
         if tid == uint32(0):
@@ -466,11 +500,7 @@ def _key_warp(tile: TmaTile) -> Callable[..., None]:
             candidates = ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_CANDIDATES)))
             key_tile = ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_TILE)))
             key = uint32(key_tile * uint32(BLOCK_KV))
-            page = uint32(key_tile * num_copies)
-            part = uint32(0)                                  # the tile's place in a page of several
-            if tiles_per_page > uint32(1):
-                page = uint32(key_tile // tiles_per_page)
-                part = uint32(key_tile - uint32(page * tiles_per_page))
+            page, part = page_of(key_tile, num_copies, tiles_per_page)
             # page ids, 32 at a time and 32 ahead: lane l holds that of page window + l
             window = uint32(page & uint32(0xFFFFFFE0))
             ids = uint32(0)
@@ -492,7 +522,7 @@ def _key_warp(tile: TmaTile) -> Callable[..., None]:
                 kv_full = at(base, KV_FULL, 8, stage)
                 ptx.mbarrier_wait(at(base, KV_EMPTY, 8, stage), kv_phase)
                 if lane == uint32(0):
-                    ptx.mbarrier_arrive_expect_bytes(kv_full, uint32(uint32(copies << copy_shift) * uint32(ROW_BYTES + 4)))
+                    ptx.mbarrier_arrive_expect_bytes(kv_full, copied_bytes(copies, copy_shift))
                 cuda.syncwarp()
                 if lane < copies:
                     slot = uint32(part * uint32(BLOCK_KV))
@@ -502,10 +532,7 @@ def _key_warp(tile: TmaTile) -> Callable[..., None]:
                                    scales_at + uint64(block) * scales_stride + uint64(slot) * uint64(4),
                                    uint32(rows_per_copy * uint32(4)), kv_full)
                 key = uint32(key + uint32(BLOCK_KV))
-                part = uint32(part + uint32(1))
-                if part == tiles_per_page:
-                    part = uint32(0)
-                    page = uint32(page + num_copies)
+                page, part = next_page(page, part, num_copies, tiles_per_page)
                 stage, kv_phase = after(stage, kv_phase, NUM_KV_STAGES)
             if lane == uint32(0):
                 ptx.mbarrier_arrive(at(base, Q_EMPTY, 8, item))

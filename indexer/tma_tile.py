@@ -126,10 +126,8 @@ class TmaTile:
         return self.kv_full + 8 * self.num_kv_stages
 
     @property
-    def arrivals(self) -> tuple[int, ...]:
-        """Arrivals that complete a phase of each barrier, in their order in shared memory."""
-        return (*[1] * self.num_q_stages, *[Q_EMPTY_ARRIVALS] * self.num_q_stages, *[1] * self.num_q_stages,
-                *[1] * self.num_kv_stages, *[KV_EMPTY_ARRIVALS] * self.num_kv_stages)
+    def num_barriers(self) -> int:
+        return 3 * self.num_q_stages + 2 * self.num_kv_stages
 
     # a word per warp, then request and tile at which the walk starts
     @property
@@ -171,7 +169,7 @@ def supports(call: Call, q: ArrayView, keys: ArrayView, key_scales: ArrayView) -
     """
     num_blocks, page_size, head_dim = keys.shape
     whole_pages = page_size in (8, 16, 32, 64) or page_size % BLOCK_KV == 0
-    if not (whole_pages and num_blocks and call.table.shape[1] and call.num_heads <= MAX_HEADS and head_dim <= ROW_BYTES
+    if not (whole_pages and num_blocks and call.table.size and call.num_heads <= MAX_HEADS and head_dim <= ROW_BYTES
             and call.kpool <= MAX_KPOOL):
         return False
     scale_slot, scale_block = key_scales.strides[1], key_scales.strides[0]

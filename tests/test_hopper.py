@@ -133,6 +133,65 @@ def test_selection_from_the_scores(order, bounds):
     assert_same_bits(batch.select(indexer.mla_indexer_ragged_float8_paged, to_device).copy_to_host(), want)
 
 
+# ------------------------------------------------------------------------------------------------------- untrue metadata
+
+
+DECODES = {"many": ([1] * 500, [200] * 500), "long": ([1] * 40, [7000] * 40), "chunks": ([2] * 6, [900] * 6)}
+
+
+@pytest.mark.parametrize("lengths", DECODES)
+@pytest.mark.parametrize("value", [2**31 - 1, 2**31, 2**32 - 1, 2**32 - 900])
+def test_bad_lengths_and_page_ids_stay_with_their_request(value, lengths, taken):
+    """Requests of one or two tokens: more requests than a block has threads, tiles given out on demand, several chunks of rows."""
+    new_tokens, cached = DECODES[lengths]
+    budget = 20_000 if lengths == "chunks" else 512 * 2**20
+    batch = make_batch(np.random.default_rng(9), new_tokens=new_tokens, cached=cached, num_heads=8, head_dim=32, top_k=64,
+                       scores_budget_bytes=budget)
+    width = batch.lookup_table.shape[1] * batch.blocks.shape[3]
+    want = batch.select(oracle.select, arithmetic="wgmma")
+    for name, index in (("cache_lengths", 3), ("lookup_table", (3, 0)), ("lookup_table", (3, slice(None)))):
+        bad = getattr(batch, name).copy()
+        bad[index] = value
+        rows = batch.rows([3])
+        got = replace(batch, **{name: bad}).select(indexer.mla_indexer_ragged_float8_paged, to_device).copy_to_host()
+        assert ((got >= -1) & (got < width)).all()
+        assert_same_bits(np.delete(got, rows, axis=0), np.delete(want, rows, axis=0), f"{name} = {value}")
+    assert taken[True] == 3
+    assert_same_bits(batch.select(indexer.mla_indexer_ragged_float8_paged, to_device).copy_to_host(), want)     # counters are clean
+
+
+@pytest.mark.parametrize("offsets", [[0, 2**32 - 1, 3, 2**31, 5], [5, 4, 3, 2, 1], [7] * 5, [0, 5, 0, 5, 0], [0, 1, 2, 3, 10**9]])
+def test_bad_offsets_leave_no_score_unwritten(offsets):
+    batch = make_batch(np.random.default_rng(10), new_tokens=[1, 1, 1, 2], cached=[900] * 4, num_heads=64, head_dim=128)
+    bad = replace(batch, input_row_offsets=np.array(offsets, np.uint64).astype(np.uint32))
+    got = scores(bad)                                                   # memory for results is poisoned
+    assert (got.view(np.uint32) != 0x7F7F7F7F).all()
+
+
+def test_a_request_longer_than_the_table_is_soon_over():
+    """Three requests, two of them with a million tokens against a table of eight keys: the third one's row is right."""
+    tokens = 1_000_000
+    batch = make_batch(np.random.default_rng(11), new_tokens=[1], cached=[5], num_heads=1, head_dim=16, page_size=8, top_k=1)
+    q = cuda.device_array((2 * tokens + 1, 1, 16), np.uint8)
+    q_s = cuda.to_device(np.ones((2 * tokens + 1, 1), np.float32))
+    q[-1:].copy_to_device(batch.q.view(np.uint8))
+    q_s[-1:].copy_to_device(batch.q_s)
+    table = np.repeat(batch.lookup_table[:, :1], 3, axis=0)
+    cache = indexer.PagedKeyCache(to_device(batch.blocks), to_device(batch.scales), to_device(np.uint32([0, 0, 5])), to_device(table))
+    offsets = to_device(np.uint32([0, tokens, 2 * tokens, 2 * tokens + 1]))
+    got = indexer.mla_indexer_ragged_float8_paged(q, q_s, offsets, cache, top_k=1)
+    assert_same_bits(got[-1:].copy_to_host(), batch.select(oracle.select, arithmetic="wgmma"))
+
+
+def test_no_requests_at_all():
+    batch = make_batch(np.random.default_rng(12), new_tokens=[2], cached=[100], num_heads=64, head_dim=128, top_k=4)
+    q, q_s, _, _, layer = batch.arguments(to_device)
+    cache = indexer.PagedKeyCache(to_device(batch.blocks), to_device(batch.scales), cuda.device_array(0, np.uint32),
+                                  cuda.device_array((0, 3), np.uint32))
+    got = indexer.mla_indexer_ragged_float8_paged(q, q_s, to_device(np.uint32([0])), cache, layer, top_k=4)
+    assert (got.copy_to_host() == -1).all()
+
+
 # ------------------------------------------------------------------------------------------------------------- real sizes
 
 

@@ -54,15 +54,34 @@ def test_tiles_are_counted_and_found(request):
             assert query_block_at(int(tile), before, count, pool, int(causal), block_q) == block
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(-2**31, 2**31 - 1), st.integers(-2**31, 2**31 - 1), st.booleans(),
-       st.integers(1, 5000), st.sampled_from((1, 4, 500)))
-def test_untrue_metadata_stays_bounded(cached, offset, end, causal, width, kpool):
+int32s = st.integers(-2**31, 2**31 - 1)
+
+
+@given(int32s, int32s, int32s, st.booleans(), st.integers(1, 5000), st.sampled_from((1, 4, 500)), st.integers(0, 2**24),
+       st.sampled_from(BLOCK_QS))
+def test_untrue_metadata_stays_bounded(cached, offset, end, causal, width, kpool, rows, block_q):
     """Rows within the chunk, and no more tiles than rows of full width have, whatever the metadata hold."""
-    first, before, count = rows_to_score(offset, end, cached, 10, 74, tile_schedule.enough_visible(0, kpool), int(causal),
+    stop = 10 + rows
+    first, before, count = rows_to_score(offset, end, cached, 10, stop, tile_schedule.enough_visible(0, kpool), int(causal),
                                          tile_schedule.visible_limit(width, kpool))
-    assert count == 0 or 10 <= first < first + count <= 74
-    tiles = tiles_of_request(before, count, tile_schedule.divisor(kpool), int(causal), 1)
-    assert tiles <= count * (-(-(width + 1 + 64) // 128) + 1)
+    assert count == 0 or 10 <= first < first + count <= stop
+    assert before + (count if causal else 0) <= max(before, tile_schedule.visible_limit(width, kpool))
+    if cached < 0:
+        assert count == 0
+    tiles = tiles_of_request(before, count, tile_schedule.divisor(kpool), int(causal), block_q)
+    assert tiles <= -(-count // block_q) * -(-(width + 1) // 128)
+
+
+def test_a_request_longer_than_the_matrix_leaves_the_others_their_tiles():
+    """3 million new tokens against 8 positions: one tile for each block of rows that see no more than these."""
+    limit, pool = tile_schedule.visible_limit(8, 1), tile_schedule.divisor(1)
+    offsets, cached = [0, 3_000_000, 6_000_000, 6_000_001], [0, 0, 5]
+    tiles = []
+    for b in range(3):
+        _, before, count = rows_to_score(offsets[b], offsets[b + 1], cached[b], 0, 6_000_001, tile_schedule.enough_visible(0, 1), 1,
+                                         limit)
+        tiles.append(tiles_of_request(before, count, pool, 1, 16))
+    assert tiles == [1, 1, 1]
 
 
 @given(st.integers(0, 2**31), st.integers(1, 132), st.sampled_from((1, 1024, 1025)), st.booleans())

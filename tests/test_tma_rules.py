@@ -11,12 +11,17 @@ if SIMULATED:
 
 from dataclasses import replace
 
-from indexer import tma_scoring, tma_tile
+from host_functions import plain
+
+from indexer import tma_scoring, tma_tile, wgmma_scoring
 from indexer.batches import make_batch
 from indexer.problem import check_call
 from indexer.tma_tile import TmaTile, tile_for
 
 H200_SHARED_BYTES = 232_448
+arrivals_of, after, page_of, next_page, copied_bytes, swizzled = map(plain, (
+    tma_scoring.arrivals_of, tma_scoring.after, tma_scoring.page_of, tma_scoring.next_page, tma_scoring.copied_bytes,
+    wgmma_scoring.swizzled))
 TILES = [tile_for(heads, depth, tokens, H200_SHARED_BYTES) for heads in (1, 8, 12, 32, 64, 128) for depth in (32, 128)
          for tokens in (1, 2, 3, 9, 5000)]
 
@@ -52,7 +57,7 @@ def test_shared_memory_regions_follow_each_other(tile):
         assert start % alignment == 0
         assert start + size == after
     assert (tile.weights_offset, tile.item_bytes) == (tile.weights_offset // 8 * 8, tile.item_bytes // 8 * 8)
-    assert tile.scratch_offset - tile.q_full == 8 * len(tile.arrivals)
+    assert tile.scratch_offset - tile.q_full == 8 * tile.num_barriers
     assert 1024 + tile.start_offset + 8 == tile.shared_bytes <= H200_SHARED_BYTES
 
 
@@ -63,7 +68,7 @@ def test_a_tile_is_what_the_instructions_take(tile):
     assert tile.columns <= 256
     assert tile.num_groups * tile.group_tokens == tile.block_q
     assert tile.group_tokens == 1 or tile.group_tokens % 2 == 0                     # lanes share out pairs of tokens
-    assert len(tile.arrivals) <= tma_tile.THREADS                                 # a thread sets one up
+    assert tile.num_barriers <= tma_tile.THREADS                                 # a thread sets one up
     assert tile.columns // 2 + tile.columns // 4 < tma_tile.MATH_REGISTERS - 30  # accumulators and weights
     assert (tile.num_q_stages * tile.q_tile_bytes) % 1024 == 0
     assert tile.q_tile_bytes < 2**20                                                # a barrier counts so many bytes
@@ -71,10 +76,45 @@ def test_a_tile_is_what_the_instructions_take(tile):
 
 def test_arrivals_that_complete_a_phase():
     """Once for what one warp brings; by the 8 math warps, and for an item by the key warp besides, for what they are done with."""
-    tile = tile_for(64, 128, 4, H200_SHARED_BYTES)
-    assert tile.arrivals == (1, 1, 9, 9, 1, 1, *[1] * 9, *[8] * 9)
-    places = [(start - tile.q_full) // 8 for start in (tile.q_full, tile.q_empty, tile.item_full, tile.kv_full, tile.kv_empty)]
-    assert places == [0, 2, 4, 6, 15]
+    for tile in TILES:
+        q, kv = tile.num_q_stages, tile.num_kv_stages
+        want = [1] * q + [8 + 1] * q + [1] * q + [1] * kv + [8] * kv
+        assert [arrivals_of(barrier, q, kv) for barrier in range(tile.num_barriers)] == want
+        places = [(start - tile.q_full) // 8 for start in (tile.q_full, tile.q_empty, tile.item_full, tile.kv_full, tile.kv_empty)]
+        assert places == [0, q, 2 * q, 3 * q, 3 * q + kv]
+
+
+def test_a_ring_changes_phase_when_it_comes_round():
+    stage, phase, seen = 0, 1, []
+    for _ in range(7):
+        seen.append((stage, phase))
+        stage, phase = after(stage, phase, 3)
+    assert seen == [(0, 1), (1, 1), (2, 1), (0, 0), (1, 0), (2, 0), (0, 1)]
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128, 256, 384])
+def test_the_walk_through_pages(page_size):
+    """Copies of a tile: their pages, the rows within them, and the bytes that a barrier waits for: of keys 128, of scales 4."""
+    rows = min(page_size, 128)
+    shift, copies, tiles_per_page = rows.bit_length() - 1, 128 // rows, max(1, page_size // 128)
+    page, part = page_of(5, copies, tiles_per_page)
+    for tile in range(5, 40):
+        assert (page, part) == page_of(tile, copies, tiles_per_page)
+        keys = [(page + i) * page_size + part * 128 + row for i in range(copies) for row in range(rows)]
+        assert keys == list(range(128 * tile, 128 * (tile + 1)))
+        page, part = next_page(page, part, copies, tiles_per_page)
+    for count in range(copies + 1):
+        assert copied_bytes(count, shift) == count * rows * (128 + 4)
+
+
+def test_the_swizzle_is_that_of_the_descriptors():
+    """16-byte columns are permuted by the row within its atom of 8: every element has a place, neighbours of a column 8 banks."""
+    places = {swizzled(row, column): (row, column) for row in range(64) for column in range(128)}
+    assert sorted(places) == list(range(64 * 128))
+    for row in range(64):
+        for column in range(0, 128, 16):
+            assert swizzled(row, column) == 128 * row + (column ^ (16 * (row % 8)))
+            assert [swizzled(row, column + i) for i in range(16)] == [swizzled(row, column) + i for i in range(16)]
 
 
 def test_registers_move_between_warpgroups():
@@ -120,6 +160,13 @@ def test_arrays_that_the_copy_engine_cannot_take_are_left():
     for strides in ((256, 8), (264, 4), (-256, 4)):
         assert not tma_tile.supports(call, q, keys, replace(scales, strides=strides))
     assert tma_tile.supports(call, q, keys, replace(scales, strides=(0, 4)))     # one page of scales for all
+
+
+def test_calls_without_requests_pages_or_blocks_are_left():
+    call, q, keys, scales = views()
+    for shape in ((0, 6), (2, 0)):
+        assert not tma_tile.supports(replace(call, table=replace(call.table, shape=shape)), q, keys, scales)
+    assert not tma_tile.supports(call, q, replace(keys, shape=(0, 64, 128)), scales)
 
 
 def test_every_weight_that_is_halved_keeps_its_bits():
