@@ -177,7 +177,7 @@ def test_a_request_longer_than_the_table_is_soon_over():
     q[-1:].copy_to_device(batch.q.view(np.uint8))
     q_s[-1:].copy_to_device(batch.q_s)
     table = np.repeat(batch.lookup_table[:, :1], 3, axis=0)
-    cache = indexer.PagedKeyCache(to_device(batch.blocks), to_device(batch.scales), to_device(np.uint32([0, 0, 5])), to_device(table))
+    cache = indexer.PagedKeyCache(*map(to_device, (batch.blocks, batch.scales, np.uint32([0, 0, 5]), table)))
     offsets = to_device(np.uint32([0, tokens, 2 * tokens, 2 * tokens + 1]))
     got = indexer.mla_indexer_ragged_float8_paged(q, q_s, offsets, cache, top_k=1)
     assert_same_bits(got[-1:].copy_to_host(), batch.select(oracle.select, arithmetic="wgmma"))
