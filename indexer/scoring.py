@@ -99,6 +99,20 @@ def decode(byte):
     return -magnitude if byte & 128 else magnitude
 
 
+@cuda.jit(device=True, inline="always")
+def locate_key(key, candidates, table, request, page_size, num_blocks):
+    """(block, slot) of a request's key; block -1 for one that is no candidate or on a page that does not exist."""
+    block = int32(-1)
+    slot = int32(0)
+    if key < candidates:
+        page = key // page_size
+        slot = key - page * page_size
+        block = table[request, page]
+        if block < 0 or block >= num_blocks:
+            block = int32(-1)
+    return block, slot
+
+
 SIGNATURE = (
     types.Array(types.uint8, 3, "A"),         # q [T, H, D]
     types.Array(types.float32, 2, "A"),       # q_s [T, H]
@@ -161,15 +175,7 @@ def exact_scorer(tile: ScoreTile) -> Kernel:
         for tile_start in range(split * BLOCK_KV, candidates, num_splits * BLOCK_KV):
             cuda.syncthreads()
             if tid < BLOCK_KV:
-                key = tile_start + tid
-                block = int32(-1)
-                slot = int32(0)
-                if key < candidates:
-                    page = key // page_size
-                    slot = key - page * page_size
-                    block = table[request, page]
-                    if block < 0 or block >= num_blocks:
-                        block = int32(-1)
+                block, slot = locate_key(tile_start + tid, candidates, table, request, page_size, num_blocks)
                 key_block[tid] = block
                 key_slot[tid] = slot
                 key_is_nan[tid] = 1 if block < 0 else 0

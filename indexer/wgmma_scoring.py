@@ -10,6 +10,7 @@ from numba.cuda import types
 from . import ptx
 from .device import Kernel
 from .scoring import SIGNATURE as EXACT_SIGNATURE
+from .scoring import locate_key
 
 THREADS = 128
 BLOCK_KV, BLOCK_H, BLOCK_D = 64, 64, 128      # one product of a warpgroup; a tile row is 128 bytes
@@ -80,15 +81,7 @@ def _score_rows(q, q_s, keys, key_scales, table, row_request, row_candidates, sc
     for tile_start in range(split * BLOCK_KV, candidates, num_splits * BLOCK_KV):
         cuda.syncthreads()
         if tid < uint32(BLOCK_KV):
-            key = tile_start + int32(tid)
-            block = int32(-1)
-            slot = int32(0)
-            if key < candidates:
-                page = key // page_size
-                slot = key - page * page_size
-                block = table[request, page]
-                if block < 0 or block >= num_blocks:
-                    block = int32(-1)
+            block, slot = locate_key(tile_start + int32(tid), candidates, table, request, page_size, num_blocks)
             key_block[tid] = block
             key_slot[tid] = slot
         s0 = float32(0)
