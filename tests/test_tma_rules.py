@@ -108,7 +108,7 @@ def test_the_walk_through_pages(page_size):
 
 
 def test_the_swizzle_is_that_of_the_descriptors():
-    """16-byte columns are permuted by the row within its atom of 8: every element has a place, neighbours of a column 8 banks."""
+    """16-byte columns are permuted by the row within its atom of 8; every element has a place of its own."""
     places = {swizzled(row, column): (row, column) for row in range(64) for column in range(128)}
     assert sorted(places) == list(range(64 * 128))
     for row in range(64):
