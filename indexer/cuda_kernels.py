@@ -5,6 +5,8 @@ arguments -> `problem.check_call` -> `Plan` -> launches -> output. The kernels o
 """
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -266,8 +268,10 @@ class _Work:
     """One call on its way through a stream: its inputs on the device, its scratch, its launches."""
 
     def __init__(self, call: Call, stream: Any) -> None:
-        self.arithmetic = default_arithmetic(call.fp8_dtype) if call.arithmetic == "auto" else call.arithmetic
-        if self.arithmetic == "wgmma" and not has_wgmma():
+        self.arithmetic = call.arithmetic
+        if call.arithmetic == "auto":
+            self.arithmetic = default_arithmetic(call.fp8_dtype)
+        elif call.arithmetic == "wgmma" and not has_wgmma():
             raise ValueError('arithmetic must be "auto" or "exact" on a device without compute capability 9.0, got "wgmma"')
         self.call = call
         library = call.q.library if call.q.on_device else "numba"
@@ -299,10 +303,14 @@ class _Work:
             return torch.from_numpy(host)
         return host
 
+    @functools.cached_property
+    def mapped(self) -> tuple[ArrayView, ArrayView, ArrayView]:
+        """Queries, keys and key scales, as the Hopper scorer's copies address them."""
+        return describe("q", self.q), describe("blocks", self.keys), describe("scales", self.key_scales)
+
     def plan(self, *, with_scores: bool) -> Plan:
         """The plan for this call on the current device."""
-        arrays = [describe(name, array) for name, array in (("q", self.q), ("blocks", self.keys), ("scales", self.key_scales))]
-        use_tma = self.arithmetic == "wgmma" and tma_tile.supports(self.call, *arrays)
+        use_tma = self.arithmetic == "wgmma" and tma_tile.supports(self.call, *self.mapped)
         return Plan.of(self.call, num_multiprocessors(), max_shared_bytes(), with_scores=with_scores, use_tma=use_tma)
 
     def locate_rows(self, width: int) -> _Rows:
@@ -316,39 +324,51 @@ class _Work:
                            width, request, candidates, state, counters)
         return _Rows(request, candidates, state, counters)
 
-    def score(self, plan: Plan, rows: _Rows, start: int, stop: int, scores: Any, bits: Any, skip_up_to: int) -> None:
-        """Scores of the tokens [start, stop) into the first rows of `scores`; `bits` is the same memory."""
-        if plan.tma is not None:
-            self._score_tma(plan, plan.tma, rows, start, stop, scores, skip_up_to)
-            return
-        data = (self.q, self.q_s, self.keys, self.key_scales, self.table, rows.request, rows.candidates)
-        num_blocks = (stop - start) * plan.num_splits
-        if self.arithmetic == "wgmma":
-            wgmma_scoring.SCORE_ROWS.launch(num_blocks, self.handle, *data, scores, start, skip_up_to, plan.num_splits)
-        else:
-            code = scoring.FP8_CODES[self.call.fp8_dtype]
-            scoring.exact_scorer(plan.tile).launch(
-                num_blocks, self.handle, *data, scores, bits, start, skip_up_to, plan.num_splits, code.nan_mask, code.nan_bits,
-                np.float32(code.unit**2))
+    def scorer(self, plan: Plan, rows: _Rows, skip_up_to: int) -> Callable[[int, int, Any, Any], None]:
+        """What all chunks share of a scorer's launch, made once.
 
-    def _score_tma(self, plan: Plan, tile: tma_tile.TmaTile, rows: _Rows, start: int, stop: int, scores: Any,
-                   skip_up_to: int) -> None:
+        Returns
+        -------
+        function of (start, stop, scores, bits)
+            Launches it: scores of the tokens [start, stop) into the first rows of `scores`; `bits` is the same memory.
+        """
+        if plan.tma is not None:
+            return self._tma_scorer(plan, plan.tma, rows, skip_up_to)
+        data = (self.q, self.q_s, self.keys, self.key_scales, self.table, rows.request, rows.candidates)
+
+        def score(start: int, stop: int, scores: Any, bits: Any) -> None:
+            num_blocks = (stop - start) * plan.num_splits
+            if self.arithmetic == "wgmma":
+                wgmma_scoring.SCORE_ROWS.launch(num_blocks, self.handle, *data, scores, start, skip_up_to, plan.num_splits)
+            else:
+                code = scoring.FP8_CODES[self.call.fp8_dtype]
+                scoring.exact_scorer(plan.tile).launch(
+                    num_blocks, self.handle, *data, scores, bits, start, skip_up_to, plan.num_splits, code.nan_mask, code.nan_bits,
+                    np.float32(code.unit**2))
+
+        return score
+
+    def _tma_scorer(self, plan: Plan, tile: tma_tile.TmaTile, rows: _Rows,
+                    skip_up_to: int) -> Callable[[int, int, Any, Any], None]:
         call = self.call
-        q, keys, key_scales, table = (describe(name, array) for name, array in (
-            ("q", self.q), ("blocks", self.keys), ("scales", self.key_scales), ("lookup_table", self.table)))
+        q, keys, key_scales = self.mapped
+        table = describe("lookup_table", self.table)
         num_blocks, page_size, _ = keys.shape
         rows_per_copy = min(page_size, tile_schedule.BLOCK_KV)
-        maps = describe("maps", self.memory.scratch(plan.maps_shape, "uint64"))
-        tma_scoring.tma_scorer(tile).launch(
-            plan.num_multiprocessors, self.handle,
-            tma_tile.tensor_map(q, (tile.block_q, tile.heads)), tma_tile.tensor_map(keys, (1, rows_per_copy)), maps.address,
-            rows.counters, self.q_s, key_scales.address, key_scales.strides[0], self.offsets, self.lengths,
-            self.table, table.extent[0], table.extent[1] - table.extent[0],
-            describe("scores", scores).address, call.width, num_blocks,
-            rows_per_copy.bit_length() - 1, max(1, page_size // tile_schedule.BLOCK_KV),
-            int(call.causal), tile_schedule.divisor(call.kpool), start, stop,
-            tile_schedule.enough_visible(skip_up_to, call.kpool), tile_schedule.visible_limit(call.width, call.kpool),
-            shared_bytes=tile.shared_bytes)
+        maps = tma_tile.tensor_map(q, (tile.block_q, tile.heads)), tma_tile.tensor_map(keys, (1, rows_per_copy))
+        inputs = (rows.counters, self.q_s, key_scales.address, key_scales.strides[0], self.offsets, self.lengths,
+                  self.table, table.extent[0], table.extent[1] - table.extent[0])
+        dimensions = (call.width, num_blocks, rows_per_copy.bit_length() - 1, max(1, page_size // tile_schedule.BLOCK_KV),
+                      int(call.causal), tile_schedule.divisor(call.kpool))
+        bounds = tile_schedule.enough_visible(skip_up_to, call.kpool), tile_schedule.visible_limit(call.width, call.kpool)
+        kernel = tma_scoring.tma_scorer(tile)
+        memory = describe("maps", self.memory.scratch(plan.maps_shape, "uint64"))       # freed with the function below
+
+        def score(start: int, stop: int, scores: Any, bits: Any) -> None:
+            kernel.launch(plan.num_multiprocessors, self.handle, *maps, memory.address, *inputs, describe("scores", scores).address,
+                          *dimensions, start, stop, *bounds, shared_bytes=tile.shared_bytes)
+
+        return score
 
     def select(self, plan: Plan, out: Any, out_scores: Any) -> None:
         """The whole operator, one chunk of rows after the other."""
@@ -363,9 +383,10 @@ class _Work:
         lists = kernel_array(self.memory.scratch(plan.lists_shape, "int32"), "uint32")
         if plan.rank_width:
             ranks = kernel_array(self.memory.scratch(plan.ranks_shape, "uint64"), "uint64")
+        score = self.scorer(plan, rows, plan.skip_up_to) if call.width else None
         for start, stop in plan.chunks(call.num_tokens):
-            if call.width:
-                self.score(plan, rows, start, stop, scores, bits, plan.skip_up_to)
+            if score:
+                score(start, stop, scores, bits)
             if plan.num_pieces:
                 sampled_selection.SELECT_ROWS_SAMPLED.launch(
                     (stop - start) * plan.num_pieces, self.handle, bits, rows.candidates, start, *targets, plan.num_pieces, lists,
@@ -383,8 +404,9 @@ class _Work:
         # offsets and lengths that nobody has checked may leave rows to no request's tiles
         everywhere = plan.tma is not None and (call.offsets.on_device or call.lengths.on_device)
         FILL_OUTSIDE.launch(call.num_tokens, self.handle, bits, rows.candidates, int(everywhere))
+        score = self.scorer(plan, rows, 0)
         for start, stop in plan.chunks(call.num_tokens):
-            self.score(plan, rows, start, stop, scores[start:stop], bits[start:stop], 0)
+            score(start, stop, scores[start:stop], bits[start:stop])
 
 
 def _locate_rows(offsets, lengths, causal, kpool, width, row_request, row_candidates, row_state, counters):
@@ -414,7 +436,8 @@ def _locate_rows(offsets, lengths, causal, kpool, width, row_request, row_candid
         row_candidates[token] = min(count, int64(width))
         for i in range(2):
             row_state[token, i] = 0
-            counters[i] = 0
+            if token == 0:
+                counters[i] = 0
 
 
 def _fill_outside(bits, row_candidates, everywhere):
