@@ -175,7 +175,7 @@ def wgmma_e4m3(first: int, columns: int, num_steps: int, keep: bool = False) -> 
     Notes
     -----
     ptxas 13.5 drops products of a chain of up to 64 columns that is in no loop (13.0 does not). The tests count the products in the
-    machine code of every kernel.
+    machine code of every kernel that they compile.
     """
     registers = ", ".join(f"acc{first + i}" for i in range(columns // 2))
     steps = "".join(

@@ -1,9 +1,9 @@
 """How a ragged batch's key tiles are shared out: equal runs of tiles per block of threads, found from device lengths alone.
 
-The query tokens of a request are taken `block_q` at a time. Such a *query block* has one key tile for every `BLOCK_KV` candidates
-of its last token. The tiles of all query blocks of all requests stand in one line, request after request, query block after query
-block, and every block of threads takes an equal stretch of it. Nothing is stored per tile or query block: the number of tiles
-before a query block has a closed form, so any place in the line is found by a search.
+The query tokens of a request are taken `block_q` at a time, a power of two. Such a *query block* has one key tile for every
+`BLOCK_KV` candidates of its last token. The tiles of all query blocks of all requests stand in one line, request after request,
+query block after query block, and every block of threads takes an equal stretch of it. Nothing is stored per tile or query block:
+the number of tiles before a query block has a closed form, so any place in the line is found by a search.
 
 All values are uint32. Sums are modulo 2**32, which is exact for every score matrix of fewer than 2**38 entries. No request has more
 tiles than rows as wide as the matrix have, whatever offsets and lengths hold; offsets that are not true can still make requests
@@ -15,7 +15,6 @@ from __future__ import annotations
 from numba import cuda, uint32, uint64
 
 BLOCK_KV = 128                                # keys of a tile
-MAX_BLOCK_Q = 16                              # query tokens of a block; always a power of two
 MAX_KPOOL = 2**16                             # up to here no intermediate value overflows 32 bits
 MAX_VISIBLE = 2**31 - 1
 # Tiles are given out on demand, in parts of 1 / PARTS of a fair share, where that is at least MIN_FAIR tiles; who takes a part

@@ -286,7 +286,7 @@ def tma_scorer(tile: TmaTile) -> Kernel:
             ptx.mbarrier_init(at(base, BARRIERS, 8, tid), arrivals)
             ptx.fence_mbarrier_init()
         if tid == uint32(0):
-            ptx.store_shared_u32(at(base, START_REQUEST, 0, tid), uint32(NO_REQUEST))
+            ptx.store_shared_u32(uint32(base + uint32(START_REQUEST)), uint32(NO_REQUEST))
         running = running_sum(mine, lane)
         if lane == uint32(31):
             ptx.store_shared_u32(at(base, SCRATCH, 4, warp), running)
@@ -311,8 +311,8 @@ def tma_scorer(tile: TmaTile) -> Kernel:
                     break
                 tile_in_request = uint32(tile_in_request - tiles)
                 request = uint32(request + uint32(1))
-            ptx.store_shared_u32(at(base, START_REQUEST, 0, tid), request)
-            ptx.store_shared_u32(at(base, START_TILE, 0, tid), tile_in_request)
+            ptx.store_shared_u32(uint32(base + uint32(START_REQUEST)), request)
+            ptx.store_shared_u32(uint32(base + uint32(START_TILE)), tile_in_request)
         cuda.syncthreads()
 
         if warp >= uint32(MATH_WARPS):
@@ -367,7 +367,7 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
             column = uint32(column + uint32(32))
         are_halvable = cuda.all_sync(0xFFFFFFFF, is_halvable)
         if lane == uint32(0):
-            ptx.store_shared_u32(at(place, 4 * ITEM_IS_HALVABLE, 0, lane), uint32(1) if are_halvable else uint32(0))
+            ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_IS_HALVABLE)), uint32(1) if are_halvable else uint32(0))
         cuda.syncwarp()
         if lane == uint32(0):
             ptx.mbarrier_arrive(q_full)
@@ -380,8 +380,8 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
             ptx.acquire_tensor_map(q_map_at)
         num_requests = uint32(lengths.shape[0])
         # 32 requests at a time, one per lane, from `batch`; its first tile is the `batch_tile`-th of the line
-        batch = ptx.load_shared_u32(at(base, START_REQUEST, 0, lane))
-        batch_tile = uint32(first_tile - ptx.load_shared_u32(at(base, START_TILE, 0, lane)))
+        batch = ptx.load_shared_u32(uint32(base + uint32(START_REQUEST)))
+        batch_tile = uint32(first_tile - ptx.load_shared_u32(uint32(base + uint32(START_TILE))))
         is_loaded = False
         first = uint32(0)
         before = uint32(0)
@@ -438,12 +438,12 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
                     row = uint32(first_row + token)
                     if lane == uint32(0):
                         place = at(base, ITEMS, ITEM_BYTES, item)
-                        ptx.store_shared_u32(at(place, 4 * ITEM_REQUEST, 0, lane), uint32(batch + source))
-                        ptx.store_shared_u32(at(place, 4 * ITEM_ROW, 0, lane), uint32(row - uint32(start)))
-                        ptx.store_shared_u32(at(place, 4 * ITEM_NUM_ROWS, 0, lane), uint32(num_rows - token))
-                        ptx.store_shared_u32(at(place, 4 * ITEM_TILE, 0, lane), tile_in_block)
-                        ptx.store_shared_u32(at(place, 4 * ITEM_NUM_TILES, 0, lane), num_tiles)
-                        ptx.store_shared_u32(at(place, 4 * ITEM_CANDIDATES, 0, lane), min(divide(visible, pool), width))
+                        ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_REQUEST)), uint32(batch + source))
+                        ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_ROW)), uint32(row - uint32(start)))
+                        ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_NUM_ROWS)), uint32(num_rows - token))
+                        ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_TILE)), tile_in_block)
+                        ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_NUM_TILES)), num_tiles)
+                        ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_CANDIDATES)), min(divide(visible, pool), width))
                         ptx.mbarrier_arrive(at(base, ITEM_FULL, 8, item))
                     seen_by_block = seen_before
                     if causal != uint32(0):
@@ -493,12 +493,12 @@ def _key_warp(tile: TmaTile) -> Callable[..., None]:
         while True:
             ptx.mbarrier_wait(at(base, ITEM_FULL, 8, item), phase)
             place = at(base, ITEMS, ITEM_BYTES, item)
-            num_tiles = ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_NUM_TILES)))
+            num_tiles = ptx.load_shared_u32(at(place, 0, 4, uint32(ITEM_NUM_TILES)))
             if num_tiles == uint32(0):
                 break
-            request = ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_REQUEST)))
-            candidates = ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_CANDIDATES)))
-            key_tile = ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_TILE)))
+            request = ptx.load_shared_u32(at(place, 0, 4, uint32(ITEM_REQUEST)))
+            candidates = ptx.load_shared_u32(at(place, 0, 4, uint32(ITEM_CANDIDATES)))
+            key_tile = ptx.load_shared_u32(at(place, 0, 4, uint32(ITEM_TILE)))
             key = uint32(key_tile * uint32(BLOCK_KV))
             page, part = page_of(key_tile, num_copies, tiles_per_page)
             # page ids, 32 at a time and 32 ahead: lane l holds that of page window + l
@@ -583,16 +583,16 @@ def _math_warps(tile: TmaTile) -> Callable[..., None]:
         while True:
             ptx.mbarrier_wait(at(base, Q_FULL, 8, item), phase)
             place = at(base, ITEMS, ITEM_BYTES, item)
-            num_tiles = ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_NUM_TILES)))
+            num_tiles = ptx.load_shared_u32(at(place, 0, 4, uint32(ITEM_NUM_TILES)))
             if num_tiles == uint32(0):
                 break
-            num_rows = shuffle(ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_NUM_ROWS))), 0)
-            is_halvable = cuda.all_sync(0xFFFFFFFF, ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_IS_HALVABLE))) != uint32(0))
+            num_rows = shuffle(ptx.load_shared_u32(at(place, 0, 4, uint32(ITEM_NUM_ROWS))), 0)
+            is_halvable = cuda.all_sync(0xFFFFFFFF, ptx.load_shared_u32(at(place, 0, 4, uint32(ITEM_IS_HALVABLE))) != uint32(0))
             limits = at(place, CANDIDATES, 4, my_token)
             my_weights = at(place, WEIGHTS, 8, quarter)
             q_tile = uint32(at(base, 0, Q_TILE_BYTES, item) >> uint32(4))
-            row = uint32(ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_ROW))) + my_token)
-            key = uint32(ptx.load_shared_u32(uint32(place + uint32(4 * ITEM_TILE))) * uint32(BLOCK_KV) + my_row)
+            row = uint32(ptx.load_shared_u32(at(place, 0, 4, uint32(ITEM_ROW))) + my_token)
+            key = uint32(ptx.load_shared_u32(at(place, 0, 4, uint32(ITEM_TILE))) * uint32(BLOCK_KV) + my_row)
             out = uint64(scores_at + uint64(row) * row_bytes)
             if not IS_SPLIT or num_rows <= uint32(GROUP_TOKENS):
                 weights_in(my_weights)

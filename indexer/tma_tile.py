@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .problem import ArrayView, Call
-from .tile_schedule import BLOCK_KV, MAX_BLOCK_Q, MAX_KPOOL
+from .tile_schedule import BLOCK_KV, MAX_KPOOL
 
 ROW_BYTES = 128                               # of a tile row in shared memory: a key or a head, zeros behind its depth
 SWIZZLE_ATOM_BYTES = 1024
@@ -17,7 +17,7 @@ SCHEDULE_WARP, KEY_WARP = MATH_WARPS, MATH_WARPS + 1
 NUM_WARPS = MATH_WARPS + 4                    # registers move between whole warpgroups
 THREADS = 32 * NUM_WARPS
 PRODUCER_REGISTERS, MATH_REGISTERS = 40, 232
-MAX_HEADS, MAX_COLUMNS = 128, 256
+MAX_HEADS, MAX_COLUMNS, MAX_BLOCK_Q = 128, 256, 16
 MAX_KV_STAGES = 12
 Q_EMPTY_ARRIVALS = MATH_WARPS + 1             # who is done with an item: the math warps and the key warp
 KV_EMPTY_ARRIVALS = MATH_WARPS                # who is done with a key tile
