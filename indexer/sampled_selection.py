@@ -34,9 +34,11 @@ PLACE_BITS = 22                               # a place is LAST_PLACE - position
 LAST_PLACE = uint32((1 << PLACE_BITS) - 1)
 MAX_TOP_K = CAPACITY // 2
 STEP = int32(THREADS)
+INF_BITS = uint32(0x7F800000)
+NAN_BITS = uint32(0x7FFFFFFF)                 # of any other sign or payload counts as this one
 
 # Shared memory of a block, in 32-bit words: keys and positions of what passed the bound, the histogram, a sum per warp, single
-# results, and one bit per candidate of the row.
+# results, and one bit per candidate of the row, in lines of 32 words.
 KEYS, POSITIONS = 0, CAPACITY
 HISTOGRAM = POSITIONS + CAPACITY
 WARP_SUMS = HISTOGRAM + NUM_BINS
@@ -46,7 +48,7 @@ BITMAP = WARP_SUMS + 40
 
 def shared_bytes(width: int) -> int:
     """Dynamic shared memory for rows of up to `width` candidates."""
-    return 4 * (BITMAP + -(-width // 32))
+    return 4 * (BITMAP + 32 * -(-width // 1024))
 
 
 def supports(width: int, top_k: int, shared_bytes_limit: int) -> bool:
@@ -72,7 +74,7 @@ def warp_running_sum(value, lane):
     while distance < 32:
         other = cuda.shfl_up_sync(0xFFFFFFFF, value, distance)
         if lane >= distance:
-            value += other
+            value = int32(value + other)
         distance *= 2
     return value
 
@@ -92,7 +94,7 @@ def block_running_sum(shared, value, tid):
     of_warps = warp_running_sum(of_warp, lane)
     before = cuda.shfl_sync(0xFFFFFFFF, of_warps, (warp + int32(31)) & int32(31))
     if warp > 0:
-        running += before
+        running = int32(running + before)
     return running
 
 
@@ -116,50 +118,93 @@ def choose_bin(shared, missing, tid):
 
 
 @cuda.jit(device=True, inline="always")
-def nth_bit(word, n):
-    """Position of the n-th set bit of a uint32, from 0."""
-    position = uint32(0)
-    width = uint32(16)
-    while width > uint32(0):
-        ones = int32(cuda.popc(word & ((uint32(1) << width) - uint32(1))))
-        if n >= ones:
-            n -= ones
-            word = uint32(word >> width)
-            position = uint32(position + width)
-        width = uint32(width >> uint32(1))
-    return position
+def write_direct(shared, item, source, target, values, with_scores, candidates, low, missing, tid, warp):
+    """Writes the positions of the keys above `low` and of the first `missing` ones that equal it, ascending.
+
+    Key j of a thread is at position ``j * THREADS + tid``. Per j and warp, keys above and equals are counted, 16 bits each; a
+    running sum tells how many of either are ahead.
+    """
+    NUM_COUNTS = ITEMS * NUM_WARPS
+    lane = tid & int32(31)
+    rest = candidates - tid
+    lower_lanes = uint32(uint32(uint32(1) << uint32(lane)) - uint32(1))
+    for j in range(ITEMS):
+        if int32(j * THREADS) < candidates:
+            exists = int32(j * THREADS) < rest
+            above = uint32(cuda.ballot_sync(0xFFFFFFFF, exists and item[j] > low))
+            equal = uint32(cuda.ballot_sync(0xFFFFFFFF, exists and item[j] == low))
+            if lane == 0:
+                both = uint32(cuda.popc(above)) | (uint32(cuda.popc(equal)) << uint32(16))
+                shared[at(HISTOGRAM + j * NUM_WARPS, warp)] = uint32(both)
+    cuda.syncthreads()
+    mine = int32(0)
+    if tid < int32(NUM_COUNTS) and (tid // int32(NUM_WARPS)) * STEP < candidates:
+        mine = int32(shared[at(HISTOGRAM, tid)])
+    before = int32(block_running_sum(shared, mine, tid) - mine)
+    if tid < int32(NUM_COUNTS):
+        shared[at(HISTOGRAM, tid)] = uint32(before)
+    cuda.syncthreads()
+    for j in range(ITEMS):
+        if int32(j * THREADS) < candidates:
+            exists = int32(j * THREADS) < rest
+            is_above = exists and item[j] > low
+            is_equal = exists and item[j] == low
+            above = uint32(cuda.ballot_sync(0xFFFFFFFF, is_above))
+            equal = uint32(cuda.ballot_sync(0xFFFFFFFF, is_equal))
+            ahead = shared[at(HISTOGRAM + j * NUM_WARPS, warp)]
+            equals = int32(uint32(ahead >> uint32(16)) + uint32(cuda.popc(uint32(equal & lower_lanes))))
+            if is_above or (is_equal and equals < missing):
+                slot = uint32((ahead & uint32(0xFFFF)) + uint32(cuda.popc(uint32(above & lower_lanes))))
+                slot = uint32(slot + uint32(min(equals, missing)))
+                position = uint32(at(tid, j * THREADS))
+                target[slot] = int32(position)
+                if with_scores != 0:
+                    values[slot] = source[position]
 
 
 @cuda.jit(device=True, inline="always")
-def write_in_order(shared, source, target, values, with_scores, candidates, wanted, tid):
-    """Writes the positions whose bit is set, ascending: every thread finds the bit of its output slots."""
-    num_words = (candidates + int32(31)) >> int32(5)
-    words_per_thread = (num_words + STEP - int32(1)) // STEP
+def write_marked(shared, source, target, values, with_scores, candidates, wanted, tid, warp):
+    """Writes the positions whose bit is set, ascending; a warp takes consecutive lines of the bitmap."""
+    lane = tid & int32(31)
+    num_lines = (candidates + int32(1023)) >> int32(10)
+    lines_per_warp = (num_lines + int32(NUM_WARPS - 1)) // int32(NUM_WARPS)
+    first = min(warp * lines_per_warp, num_lines)
+    end = min(first + lines_per_warp, num_lines)
     mine = int32(0)
-    for i in range(tid * words_per_thread, min((tid + int32(1)) * words_per_thread, num_words)):
-        mine += int32(cuda.popc(shared[at(BITMAP, i)]))
-    shared[at(HISTOGRAM, tid)] = uint32(block_running_sum(shared, mine, tid) - mine)
+    for line in range(first, end):
+        mine += int32(cuda.popc(shared[at(BITMAP + lane, line << int32(5))]))
+    before = int32(block_running_sum(shared, mine, tid) - mine)
+    before = cuda.shfl_sync(0xFFFFFFFF, before, 0)            # set bits ahead of the warp's
+    for line in range(first, end):
+        index = int32(int32(line << int32(5)) + lane)
+        word = shared[at(BITMAP, index)]
+        ones = int32(cuda.popc(word))
+        through = warp_running_sum(ones, lane)
+        to = int32(before + through - ones)
+        before = int32(before + cuda.shfl_sync(0xFFFFFFFF, through, 31))
+        while word != uint32(0):
+            shared[at(POSITIONS, to)] = uint32((uint32(index) << uint32(5)) + lowest_bit(word))
+            word = uint32(word & uint32(word - uint32(1)))
+            to = int32(to + int32(1))
+        cuda.syncwarp()
     cuda.syncthreads()
     for slot in range(tid, wanted, STEP):
-        thread = int32(0)                     # the last one whose words hold this slot's bit or an earlier one's
-        step = int32(THREADS // 2)
-        while step > int32(0):
-            if int32(shared[at(HISTOGRAM, thread + step)]) <= slot:
-                thread += step
-            step >>= int32(1)
-        rest = slot - int32(shared[at(HISTOGRAM, thread)])
-        i = thread * words_per_thread
-        word = shared[at(BITMAP, i)]
-        ones = int32(cuda.popc(word))
-        while rest >= ones:
-            rest -= ones
-            i += int32(1)
-            word = shared[at(BITMAP, i)]
-            ones = int32(cuda.popc(word))
-        position = uint32((uint32(i) << uint32(5)) + nth_bit(word, rest))
+        position = shared[at(POSITIONS, slot)]
         target[uint32(slot)] = int32(position)
         if with_scores != 0:
             values[uint32(slot)] = source[position]
+
+
+@cuda.jit(device=True, inline="always")
+def lowest_bit(word):
+    """Position of the lowest set bit of a uint32 that is not zero."""
+    return uint32(uint32(cuda.ffs(word)) - uint32(1))
+
+
+@cuda.jit(device=True, inline="always")
+def is_selected(key, position, low, place_low):
+    """Whether a key is at or above the bound: by itself, by place where it equals the bound's."""
+    return key > low or (key == low and uint32(LAST_PLACE - position) >= place_low)
 
 
 def _select_rows_sampled(bits, row_candidates, first_row, out, out_scores, with_scores, num_pieces, lists, row_state):
@@ -222,6 +267,8 @@ def _select_rows_sampled(bits, row_candidates, first_row, out, out_scores, with_
         while True:
             # Radix search: digits of the key, then of the place, until the keys at or above the bound are few enough.
             place_low, place_bits = uint32(0), int32(PLACE_BITS)
+            if candidates <= int32(DIRECT):
+                place_bits = int32(0)         # equals of the bound are in order of their place already
             missing = rank
             extra = slack + int32(1)
             while extra > slack and key_bits + place_bits > int32(0):
@@ -266,35 +313,54 @@ def _select_rows_sampled(bits, row_candidates, first_row, out, out_scores, with_
             if not sampled:
                 break
 
-            # Stream the piece past the bound (low, place_low).
+            # Stream the piece past the bound (low, place_low). Behind a line of the sample there are as many more of the bound's
+            # equals as it stands for.
             sampled = False
+            place_low = uint32(place_low - min(place_low, uint32(spacing)))
             if tid == 0:
                 shared[COUNT] = uint32(0)
                 shared[HIGHEST] = uint32(0)
             cuda.syncthreads()
             num_tiles = (candidates + int32(WARP_TILE - 1)) // int32(WARP_TILE)
-            first_tile = int32(int64(num_tiles) * piece // num_pieces) + warp
+            tile = int32(int32(int64(num_tiles) * piece // num_pieces) + warp)
             stop_tile = int32(int64(num_tiles) * (piece + 1) // num_pieces)
-            for tile in range(first_tile, stop_tile, int32(NUM_WARPS)):
-                start = tile * int32(WARP_TILE) + lane
-                whole = (tile + int32(1)) * int32(WARP_TILE) <= candidates
+            last_equal = int32(uint32(LAST_PLACE - place_low))        # the last position at which an equal of the bound passes
+            while tile < stop_tile:
+                first = int32(tile * int32(WARP_TILE))
+                last = int32(first + int32(WARP_TILE - 1))
+                start = int32(first + lane)
+                whole = last < candidates
                 if whole:
                     for j in range(ITEMS):
                         item[j] = source[uint32(start) + uint32(32 * j)]
                 else:
                     for j in range(ITEMS):
-                        item[j] = uint32(0)
+                        item[j] = uint32(NAN_BITS)
                         if start + int32(32 * j) < candidates:
                             item[j] = source[uint32(start) + uint32(32 * j)]
+                # Of the tiles only one has equals on both sides of the last that passes; in the others a score's bits tell.
+                lowest = low
+                if last_equal < last:
+                    lowest = uint32(low + uint32(1))
                 passed = uint32(0)
-                for j in range(ITEMS):
-                    item[j] = sortable(item[j])
-                    if item[j] >= low:
-                        passed = uint32(passed | uint32(1 << j))
-                if not whole or place_low > uint32(0):
+                if lowest > uint32(0x80000000):               # positive: from the bound to infinity
+                    low_bits = min(uint32(lowest & uint32(0x7FFFFFFF)), uint32(INF_BITS + uint32(1)))
                     for j in range(ITEMS):
-                        position = start + int32(32 * j)
-                        if position >= candidates or (item[j] == low and uint32(LAST_PLACE - uint32(position)) < place_low):
+                        if uint32(item[j] - low_bits) < uint32(INF_BITS + uint32(1) - low_bits):
+                            passed = uint32(passed | uint32(1 << j))
+                elif lowest > uint32(0):                      # zero or negative: the positive ones, and from -0 to the bound
+                    high_bits = min(max(uint32(lowest ^ uint32(0xFFFFFFFF)), uint32(0x80000000)), uint32(MINUS_INF_BITS))
+                    for j in range(ITEMS):
+                        if item[j] <= high_bits and uint32(item[j] - uint32(INF_BITS + uint32(1))) >= uint32(NAN_BITS - INF_BITS):
+                            passed = uint32(passed | uint32(1 << j))
+                else:
+                    passed = uint32((1 << ITEMS) - 1)
+                if not whole or (lowest != low and last_equal >= first):
+                    for j in range(ITEMS):
+                        position = int32(start + int32(32 * j))
+                        if position < candidates and is_selected(sortable(item[j]), uint32(position), low, place_low):
+                            passed = uint32(passed | uint32(1 << j))
+                        else:
                             passed = uint32(passed & uint32(0xFFFFFFFF ^ (1 << j)))
                 mine = int32(cuda.popc(passed))
                 running = warp_running_sum(mine, lane)
@@ -302,13 +368,14 @@ def _select_rows_sampled(bits, row_candidates, first_row, out, out_scores, with_
                 if lane == 31:
                     base = int32(cuda.atomic.add(shared, COUNT, uint32(running)))
                 base = cuda.shfl_sync(0xFFFFFFFF, base, 31)
-                to = base + running - mine
-                for j in range(ITEMS):
-                    if passed & uint32(1 << j):
-                        if to < int32(CAPACITY):
-                            shared[at(KEYS, to)] = item[j]
-                            shared[at(POSITIONS, to)] = uint32(start + int32(32 * j))
-                        to += int32(1)
+                to = int32(base + running - mine)
+                while passed != uint32(0) and to < int32(CAPACITY):
+                    position = uint32(uint32(start) + (lowest_bit(passed) << uint32(5)))
+                    shared[at(KEYS, to)] = sortable(source[position])
+                    shared[at(POSITIONS, to)] = position
+                    passed = uint32(passed & uint32(passed - uint32(1)))
+                    to = int32(to + int32(1))
+                tile = int32(tile + int32(NUM_WARPS))
             cuda.syncthreads()
             count = int32(shared[COUNT])
             if num_pieces > 1:
@@ -354,25 +421,28 @@ def _select_rows_sampled(bits, row_candidates, first_row, out, out_scores, with_
                 low, key_bits = uint32(0), int32(32)
             cuda.syncthreads()
 
-        for i in range(tid, (candidates + int32(31)) >> int32(5), STEP):
-            shared[at(BITMAP, i)] = uint32(0)
-        cuda.syncthreads()
-        for base in range(int32(0), count, int32(CAPACITY)):
-            rest = count - tid - base
-            for j in range(ITEMS):
-                if int32(j * THREADS) < rest:
-                    key = item[j]
-                    if from_row:
-                        key = sortable(source[at(base + tid, j * THREADS)])
-                    if key >= low:
+        if candidates <= int32(DIRECT):
+            write_direct(shared, item, source, out[token], out_scores[token], with_scores, candidates, low, missing, tid, warp)
+        else:
+            for i in range(tid, ((candidates + int32(1023)) >> int32(10)) << int32(5), STEP):
+                shared[at(BITMAP, i)] = uint32(0)
+            cuda.syncthreads()
+            for base in range(int32(0), count, int32(CAPACITY)):
+                rest = count - tid - base
+                for j in range(ITEMS):
+                    if int32(j * THREADS) < rest:
+                        key = item[j]
                         position = uint32(at(base + tid, j * THREADS))
-                        if not from_row:
-                            position = shared[at(POSITIONS + j * THREADS, tid)]
-                        if key > low or uint32(LAST_PLACE - position) >= place_low:
-                            bit = uint32(uint32(1) << (position & uint32(31)))
-                            cuda.atomic.or_(shared, at(BITMAP, position >> uint32(5)), bit)
-        cuda.syncthreads()
-        write_in_order(shared, source, out[token], out_scores[token], with_scores, candidates, wanted, tid)
+                        if from_row:
+                            key = sortable(source[position])
+                        if key >= low:
+                            if not from_row:
+                                position = shared[at(POSITIONS + j * THREADS, tid)]
+                            if is_selected(key, position, low, place_low):
+                                bit = uint32(uint32(1) << (position & uint32(31)))
+                                cuda.atomic.or_(shared, at(BITMAP, position >> uint32(5)), bit)
+            cuda.syncthreads()
+            write_marked(shared, source, out[token], out_scores[token], with_scores, candidates, wanted, tid, warp)
 
     for slot in range(wanted + tid, top_k, STEP):
         out[token, uint32(slot)] = -1

@@ -1,9 +1,10 @@
 """How a ragged batch's key tiles are shared out: equal runs of tiles per block of threads, found from device lengths alone.
 
 The query tokens of a request are taken `block_q` at a time, a power of two. Such a *query block* has one key tile for every
-`BLOCK_KV` candidates of its last token. The tiles of all query blocks of all requests stand in one line, request after request,
-query block after query block, and every block of threads takes an equal stretch of it. Nothing is stored per tile or query block:
-the number of tiles before a query block has a closed form, so any place in the line is found by a search.
+`BLOCK_KV` candidates of its last token. It has a *slot* for each, and one more behind them, since to begin a query block takes
+about as long as a tile. The slots of all query blocks of all requests stand in one line, request after request, query block after
+query block, and every block of threads takes an equal stretch of it. Nothing is stored per tile or query block: the number of slots
+before a query block has a closed form, so any place in the line is found by a search.
 
 All values are uint32. Sums are modulo 2**32, which is exact for every score matrix of fewer than 2**38 entries. No request has more
 tiles than rows as wide as the matrix have, whatever offsets and lengths hold; offsets that are not true can still make requests
@@ -17,9 +18,7 @@ from numba import cuda, uint32, uint64
 BLOCK_KV = 128                                # keys of a tile
 MAX_KPOOL = 2**16                             # up to here no intermediate value overflows 32 bits
 MAX_VISIBLE = 2**31 - 1
-# Tiles are given out on demand, in parts of 1 / PARTS of a fair share, where that is at least MIN_FAIR tiles; who takes a part
-# walks past all requests to it, so not where there are very many.
-MIN_FAIR, PARTS, MAX_GIVEN_REQUESTS = 16, 64, 1024
+MAX_GIVEN_REQUESTS = 1024                     # whoever takes slots on demand walks past all requests to them
 
 
 def visible_limit(width: int, kpool: int) -> int:
@@ -93,8 +92,8 @@ def floor_sum(m, pool, factor):
 
 
 @cuda.jit(device=True, inline="always")
-def tiles_before(query_block, before, pool, causal, block_q):
-    """Key tiles of the query blocks ahead of this one in its request; all of those are full.
+def slots_before(query_block, before, pool, causal, block_q):
+    """Slots of the query blocks ahead of this one in its request; all of those are full.
 
     Under the causal mask query block j has ``(before + (j + 1) block_q + (BLOCK_KV - 1) kpool) // (BLOCK_KV kpool)`` tiles; as
     `block_q` divides BLOCK_KV, that is ``(a + j + 1) // (BLOCK_KV / block_q kpool)`` with the `a` below.
@@ -104,7 +103,7 @@ def tiles_before(query_block, before, pool, causal, block_q):
         a = uint32(uint32(before + uint32(uint32(BLOCK_KV - 1) * pool[0])) // block_q)
         factor = uint32(uint32(BLOCK_KV) // block_q)
         tiles = uint32(floor_sum(uint32(a + query_block), pool, factor) - floor_sum(a, pool, factor))
-    return tiles
+    return uint32(tiles + query_block)
 
 
 @cuda.jit(device=True, inline="always")
@@ -117,25 +116,25 @@ def last_visible(query_block, before, count, causal, block_q):
 
 
 @cuda.jit(device=True, inline="always")
-def tiles_of_request(before, count, pool, causal, block_q):
-    """Key tiles of all query blocks of a request."""
-    tiles = uint32(0)
+def slots_of_request(before, count, pool, causal, block_q):
+    """Slots of all query blocks of a request."""
+    slots = uint32(0)
     if count > uint32(0):
         last = uint32(uint32(count - uint32(1)) // block_q)
-        tiles = tiles_for(last_visible(last, before, count, causal, block_q), pool)
+        slots = uint32(tiles_for(last_visible(last, before, count, causal, block_q), pool) + uint32(1))
         if last > uint32(0):
-            tiles = uint32(tiles + tiles_before(last, before, pool, causal, block_q))
-    return tiles
+            slots = uint32(slots + slots_before(last, before, pool, causal, block_q))
+    return slots
 
 
 @cuda.jit(device=True, inline="always")
-def query_block_at(tile, before, count, pool, causal, block_q):
-    """The query block of a request that has its `tile`-th tile: the last one with no more tiles before it."""
+def query_block_at(slot, before, count, pool, causal, block_q):
+    """The query block of a request that has its `slot`-th slot: the last one with no more slots before it."""
     low = uint32(0)
     high = uint32(uint32(count + uint32(block_q - uint32(1))) // block_q)
     while uint32(high - low) > uint32(1):
         middle = uint32(uint32(low + high) >> uint32(1))
-        if tiles_before(middle, before, pool, causal, block_q) <= tile:
+        if slots_before(middle, before, pool, causal, block_q) <= slot:
             low = middle
         else:
             high = middle
@@ -143,11 +142,10 @@ def query_block_at(tile, before, count, pool, causal, block_q):
 
 
 @cuda.jit(device=True, inline="always")
-def stretch(total, sharer, num_sharers, num_requests, gives_out):
-    """(first, end, shared, fair): a sharer's own tiles [first, end) of the line; those from `shared` on are given out on demand.
+def stretch(total, sharer, num_sharers, num_requests, min_fair, max_fair):
+    """(first, end, shared, fair): a sharer's own slots [first, end) of the line; those from `shared` on are given out on demand.
 
-    All are own tiles unless `gives_out`; then the last quarter of everybody's fair share is given out, in parts of ``max(fair //
-    PARTS, 2)``.
+    All are own slots unless the fair share is one of `min_fair` to `max_fair`; then everybody's last quarter is given out.
     """
     fair = uint32(total // num_sharers)
     rest = uint32(total - uint32(fair * num_sharers))
@@ -156,7 +154,7 @@ def stretch(total, sharer, num_sharers, num_requests, gives_out):
     if sharer < rest:
         end = uint32(end + uint32(1))
     shared = total
-    if gives_out and fair >= uint32(MIN_FAIR) and num_requests <= uint32(MAX_GIVEN_REQUESTS):
+    if uint32(min_fair) <= fair and fair <= uint32(max_fair) and num_requests <= uint32(MAX_GIVEN_REQUESTS):
         own = uint32(fair - uint32(fair >> uint32(2)))
         first = uint32(own * sharer)
         end = uint32(first + own)

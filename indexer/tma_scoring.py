@@ -1,8 +1,8 @@
 """The Hopper scorer: FP8 tensor cores fed by the copy engine, paged keys, ragged batches.
 
 One block of threads per multiprocessor takes an equal stretch of all key tiles (`tile_schedule`) and walks it *item* by item: a run
-of key tiles of one query block. Where memory is the limit, the multiprocessors' shares of its bandwidth differ; so the last quarter
-of the tiles is given out on demand. A producer warpgroup and two math warpgroups meet in shared memory:
+of key tiles of one query block. Where some would end late all the same, the last quarter of the stretches is given out on demand
+(`TmaTile.given_out`). A producer warpgroup and two math warpgroups meet in shared memory:
 
 * the *schedule* warp finds the items, from device lengths, and brings each item's query tile and weights;
 * the *key* warp brings key tiles and their scales, page by page;
@@ -25,15 +25,14 @@ from .device import Kernel
 from .ptx import at
 from .tile_schedule import (
     BLOCK_KV,
-    PARTS,
     divide,
     last_visible,
     query_block_at,
     rows_to_score,
+    slots_before,
+    slots_of_request,
     stretch,
-    tiles_before,
     tiles_for,
-    tiles_of_request,
 )
 from .tma_tile import (
     ITEM_CANDIDATES,
@@ -244,8 +243,8 @@ def tma_scorer(tile: TmaTile) -> Kernel:
     """
     BARRIERS, SCRATCH = tile.q_full, tile.scratch_offset
     BLOCK_Q, NUM_Q_STAGES, NUM_KV_STAGES, NUM_BARRIERS = tile.block_q, tile.num_q_stages, tile.num_kv_stages, tile.num_barriers
-    START_REQUEST, START_TILE = tile.start_offset, tile.start_offset + 4
-    GIVES_OUT = tile.is_memory_bound
+    START_REQUEST, START_SLOT = tile.start_offset, tile.start_offset + 4
+    MIN_FAIR, MAX_FAIR, _ = tile.given_out
     NO_REQUEST = 0xFFFFFFFF
     declare = ptx.declare(acc=tile.columns // 2, weight=tile.columns // 4, predicates=("odd", "high"))
     give_registers, take_registers = ptx.set_registers("dec", PRODUCER_REGISTERS), ptx.set_registers("inc", MATH_REGISTERS)
@@ -272,15 +271,17 @@ def tma_scorer(tile: TmaTile) -> Kernel:
         while request < my_end:
             _, before, count = rows_to_score(offsets[request], offsets[request + uint32(1)], lengths[request], start, stop, enough,
                                              causal, limit)
-            mine = uint32(mine + tiles_of_request(before, count, pool, causal, uint32(BLOCK_Q)))
+            mine = uint32(mine + slots_of_request(before, count, pool, causal, uint32(BLOCK_Q)))
             request = uint32(request + uint32(1))
         line = uint64(uint64(cuda.blockIdx.x) * uint64(THREADS) + uint64(tid)) * uint64(128)
         if line < table_bytes:
             ptx.prefetch_l2(table_at + line)
         if tid == uint32(32 * SCHEDULE_WARP):
             ptx.store_tensor_map(q_map_at, q_map)
+            ptx.release_tensor_map()
         if tid == uint32(32 * KEY_WARP):
             ptx.store_tensor_map(key_map_at, key_map)
+            ptx.release_tensor_map()
         if tid < uint32(NUM_BARRIERS):
             arrivals = arrivals_of(tid, NUM_Q_STAGES, NUM_KV_STAGES)
             ptx.mbarrier_init(at(base, BARRIERS, 8, tid), arrivals)
@@ -296,29 +297,29 @@ def tma_scorer(tile: TmaTile) -> Kernel:
             of_warp = ptx.load_shared_u32(at(base, SCRATCH, 4, lane))
         of_warps = running_sum(of_warp, lane)
         total = shuffle(of_warps, 31)
-        my_tile = uint32(shuffle(uint32(of_warps - of_warp), warp) + uint32(running - mine))
+        my_slot = uint32(shuffle(uint32(of_warps - of_warp), warp) + uint32(running - mine))
 
-        first_tile, end_tile, shared_tile, fair = stretch(total, uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), num_requests,
-                                                          GIVES_OUT)
-        if uint32(first_tile - my_tile) < mine and first_tile < end_tile:
+        first_slot, end_slot, shared_slot, fair = stretch(total, uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), num_requests,
+                                                          MIN_FAIR, MAX_FAIR)
+        if uint32(first_slot - my_slot) < mine and first_slot < end_slot:
             request = my_first
-            tile_in_request = uint32(first_tile - my_tile)
+            slot_in_request = uint32(first_slot - my_slot)
             while share > uint32(1):
                 _, before, count = rows_to_score(offsets[request], offsets[request + uint32(1)], lengths[request], start, stop,
                                                  enough, causal, limit)
-                tiles = tiles_of_request(before, count, pool, causal, uint32(BLOCK_Q))
-                if tile_in_request < tiles:
+                slots = slots_of_request(before, count, pool, causal, uint32(BLOCK_Q))
+                if slot_in_request < slots:
                     break
-                tile_in_request = uint32(tile_in_request - tiles)
+                slot_in_request = uint32(slot_in_request - slots)
                 request = uint32(request + uint32(1))
             ptx.store_shared_u32(uint32(base + uint32(START_REQUEST)), request)
-            ptx.store_shared_u32(uint32(base + uint32(START_TILE)), tile_in_request)
+            ptx.store_shared_u32(uint32(base + uint32(START_SLOT)), slot_in_request)
         cuda.syncthreads()
 
         if warp >= uint32(MATH_WARPS):
             give_registers()
             if warp == uint32(SCHEDULE_WARP):
-                schedule(base, lane, first_tile, end_tile, shared_tile, total, fair, q_map_at, counters, q_s, offsets, lengths,
+                schedule(base, lane, first_slot, end_slot, shared_slot, total, fair, q_map_at, counters, q_s, offsets, lengths,
                          width, causal, pool, start, stop, enough, limit)
             elif warp == uint32(KEY_WARP):
                 copy_keys(base, lane, key_map_at, scales_at, scales_stride, table, num_blocks, copy_shift, tiles_per_page)
@@ -335,7 +336,9 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
     Q_FULL, Q_EMPTY, ITEM_FULL, NUM_Q_STAGES, Q_TILE_BYTES = (tile.q_full, tile.q_empty, tile.item_full, tile.num_q_stages,
                                                               tile.q_tile_bytes)
     ITEMS, ITEM_BYTES, CANDIDATES, WEIGHTS = tile.items_offset, tile.item_bytes, tile.candidates_offset, tile.weights_offset
-    START_REQUEST, START_TILE, GIVES_OUT = tile.start_offset, tile.start_offset + 4, tile.is_memory_bound
+    START_REQUEST, START_SLOT = tile.start_offset, tile.start_offset + 4
+    _, _, PARTS = tile.given_out
+    WEIGHTS_PER_LANE = -(-COLUMNS // 32)
 
     @cuda.jit(device=True, inline="always")
     def bring(base, lane, item, q_map_at, q_s, row, num_rows, seen_before, width, causal, pool):
@@ -353,18 +356,21 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
                     seen = uint32(seen_before + uint32(lane + uint32(1)))
                 candidates = min(divide(seen, pool), width)
             ptx.store_shared_u32(at(place, CANDIDATES, 4, lane), candidates)
-        is_halvable = True
-        column = lane
-        while column < uint32(COLUMNS):
+        weights = cuda.local.array(WEIGHTS_PER_LANE, float32)           # all under way before the first is waited for
+        for i in range(WEIGHTS_PER_LANE):
+            column = uint32(lane + uint32(32 * i))
             token = uint32(column // uint32(HEADS))
             head = uint32(column & uint32(HEADS - 1))
-            weight = float32(-0.0)                            # of padding: adds nothing to a chain
-            if token < num_rows and head < uint32(q_s.shape[1]):
-                weight = q_s[row + token, head]
-            if abs(weight) < float32(SMALLEST_HALVABLE) and weight != float32(0):
+            weights[i] = float32(-0.0)                        # of padding: adds nothing to a chain
+            if column < uint32(COLUMNS) and token < num_rows and head < uint32(q_s.shape[1]):
+                weights[i] = q_s[row + token, head]
+        is_halvable = True
+        for i in range(WEIGHTS_PER_LANE):
+            column = uint32(lane + uint32(32 * i))
+            if abs(weights[i]) < float32(SMALLEST_HALVABLE) and weights[i] != float32(0):
                 is_halvable = False
-            ptx.store_shared_f32(at(place, WEIGHTS, 4, column), weight)
-            column = uint32(column + uint32(32))
+            if column < uint32(COLUMNS):
+                ptx.store_shared_f32(at(place, WEIGHTS, 4, column), weights[i])
         are_halvable = cuda.all_sync(0xFFFFFFFF, is_halvable)
         if lane == uint32(0):
             ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_IS_HALVABLE)), uint32(1) if are_halvable else uint32(0))
@@ -373,37 +379,36 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
             ptx.mbarrier_arrive(q_full)
 
     @cuda.jit(device=True, inline="always")
-    def schedule(base, lane, first_tile, end_tile, shared_tile, total, fair, q_map_at, counters, q_s, offsets, lengths, width,
+    def schedule(base, lane, first_slot, end_slot, shared_slot, total, fair, q_map_at, counters, q_s, offsets, lengths, width,
                  causal, pool, start, stop, enough, limit):
         if lane == uint32(0):
-            ptx.release_tensor_map()
             ptx.acquire_tensor_map(q_map_at)
         num_requests = uint32(lengths.shape[0])
-        # 32 requests at a time, one per lane, from `batch`; its first tile is the `batch_tile`-th of the line
+        # 32 requests at a time, one per lane, from `batch`; its first slot is the `batch_slot`-th of the line
         batch = ptx.load_shared_u32(uint32(base + uint32(START_REQUEST)))
-        batch_tile = uint32(first_tile - ptx.load_shared_u32(uint32(base + uint32(START_TILE))))
+        batch_slot = uint32(first_slot - ptx.load_shared_u32(uint32(base + uint32(START_SLOT))))
         is_loaded = False
         first = uint32(0)
         before = uint32(0)
         count = uint32(0)
         mine = uint32(0)
-        through = uint32(0)                                   # tiles of the batch up to and with this lane's request
-        tile = first_tile
-        remaining = uint32(end_tile - first_tile)
+        through = uint32(0)                                   # slots of the batch up to and with this lane's request
+        slot = first_slot
+        remaining = uint32(end_slot - first_slot)
         item = uint32(0)
         phase = uint32(1)
         while batch < num_requests:
             if remaining == uint32(0):
-                if shared_tile == total:
+                if shared_slot == total:
                     break
                 part = max(uint32(fair // uint32(PARTS)), uint32(2))
                 given = uint32(0)
                 if lane == uint32(0):
                     given = cuda.atomic.add(counters, 0, part)
-                tile = uint32(shared_tile + shuffle(given, 0))
-                if tile >= total:
+                slot = uint32(shared_slot + shuffle(given, 0))
+                if slot >= total:
                     break
-                remaining = min(part, uint32(total - tile))
+                remaining = min(part, uint32(total - slot))
             if not is_loaded:
                 is_loaded = True
                 first = uint32(0)
@@ -413,49 +418,52 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
                 if request < num_requests:
                     first, before, count = rows_to_score(offsets[request], offsets[request + uint32(1)], lengths[request], start,
                                                          stop, enough, causal, limit)
-                mine = tiles_of_request(before, count, pool, causal, uint32(BLOCK_Q))
+                mine = slots_of_request(before, count, pool, causal, uint32(BLOCK_Q))
                 through = running_sum(mine, lane)
-            ahead = uint32(cuda.ballot_sync(0xFFFFFFFF, uint32(tile - batch_tile) < through))
+            ahead = uint32(cuda.ballot_sync(0xFFFFFFFF, uint32(slot - batch_slot) < through))
             if ahead == uint32(0):
                 batch = uint32(batch + uint32(32))
-                batch_tile = uint32(batch_tile + shuffle(through, 31))
+                batch_slot = uint32(batch_slot + shuffle(through, 31))
                 is_loaded = False
             else:
                 source = uint32(uint32(cuda.ffs(ahead)) - uint32(1))
                 first_row = shuffle(first, source)
                 seen_before = shuffle(before, source)
                 num_rows = shuffle(count, source)
-                tile_in_block = uint32(uint32(tile - batch_tile) - shuffle(uint32(through - mine), source))
+                slot_in_block = uint32(uint32(slot - batch_slot) - shuffle(uint32(through - mine), source))
                 query_block = uint32(0)
                 if num_rows > uint32(BLOCK_Q):
-                    query_block = query_block_at(tile_in_block, seen_before, num_rows, pool, causal, uint32(BLOCK_Q))
-                    tile_in_block = uint32(tile_in_block - tiles_before(query_block, seen_before, pool, causal, uint32(BLOCK_Q)))
+                    query_block = query_block_at(slot_in_block, seen_before, num_rows, pool, causal, uint32(BLOCK_Q))
+                    slot_in_block = uint32(slot_in_block - slots_before(query_block, seen_before, pool, causal, uint32(BLOCK_Q)))
                 token = uint32(query_block * uint32(BLOCK_Q))
                 while remaining > uint32(0) and token < num_rows:
                     visible = last_visible(query_block, seen_before, num_rows, causal, uint32(BLOCK_Q))
-                    num_tiles = min(uint32(tiles_for(visible, pool) - tile_in_block), remaining)
-                    ptx.mbarrier_wait(at(base, Q_EMPTY, 8, item), phase)
-                    row = uint32(first_row + token)
-                    if lane == uint32(0):
-                        place = at(base, ITEMS, ITEM_BYTES, item)
-                        ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_REQUEST)), uint32(batch + source))
-                        ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_ROW)), uint32(row - uint32(start)))
-                        ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_NUM_ROWS)), uint32(num_rows - token))
-                        ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_TILE)), tile_in_block)
-                        ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_NUM_TILES)), num_tiles)
-                        ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_CANDIDATES)), min(divide(visible, pool), width))
-                        ptx.mbarrier_arrive(at(base, ITEM_FULL, 8, item))
-                    seen_by_block = seen_before
-                    if causal != uint32(0):
-                        seen_by_block = uint32(seen_before + token)
-                    bring(base, lane, item, q_map_at, q_s, row, uint32(num_rows - token), seen_by_block, width, causal, pool)
-                    item, phase = after(item, phase, NUM_Q_STAGES)
-                    tile = uint32(tile + num_tiles)
-                    remaining = uint32(remaining - num_tiles)
-                    tile_in_block = uint32(0)
+                    tiles = tiles_for(visible, pool)
+                    num_slots = min(uint32(uint32(tiles + uint32(1)) - slot_in_block), remaining)
+                    num_tiles = min(num_slots, uint32(tiles - slot_in_block))
+                    if num_tiles > uint32(0):
+                        ptx.mbarrier_wait(at(base, Q_EMPTY, 8, item), phase)
+                        row = uint32(first_row + token)
+                        if lane == uint32(0):
+                            place = at(base, ITEMS, ITEM_BYTES, item)
+                            ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_REQUEST)), uint32(batch + source))
+                            ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_ROW)), uint32(row - uint32(start)))
+                            ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_NUM_ROWS)), uint32(num_rows - token))
+                            ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_TILE)), slot_in_block)
+                            ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_NUM_TILES)), num_tiles)
+                            ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_CANDIDATES)), min(divide(visible, pool), width))
+                            ptx.mbarrier_arrive(at(base, ITEM_FULL, 8, item))
+                        seen_by_block = seen_before
+                        if causal != uint32(0):
+                            seen_by_block = uint32(seen_before + token)
+                        bring(base, lane, item, q_map_at, q_s, row, uint32(num_rows - token), seen_by_block, width, causal, pool)
+                        item, phase = after(item, phase, NUM_Q_STAGES)
+                    slot = uint32(slot + num_slots)
+                    remaining = uint32(remaining - num_slots)
+                    slot_in_block = uint32(0)
                     query_block = uint32(query_block + uint32(1))
                     token = uint32(token + uint32(BLOCK_Q))
-        if GIVES_OUT and shared_tile != total and lane == uint32(0):
+        if shared_slot != total and lane == uint32(0):
             # the last block to come here leaves the counters as it found them
             last = uint32(cuda.gridDim.x - 1)
             if cuda.atomic.inc(counters, 1, last) == last:
@@ -478,9 +486,6 @@ def _key_warp(tile: TmaTile) -> Callable[..., None]:
 
     @cuda.jit(device=True, inline="always")
     def copy_keys(base, lane, key_map_at, scales_at, scales_stride, table, num_blocks, copy_shift, tiles_per_page):
-        if lane == uint32(0):
-            ptx.release_tensor_map()
-        cuda.syncwarp()
         ptx.acquire_tensor_map(key_map_at)
         rows_per_copy = uint32(uint32(1) << copy_shift)
         num_copies = uint32(uint32(BLOCK_KV) >> copy_shift)

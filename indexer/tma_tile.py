@@ -68,6 +68,16 @@ class TmaTile:
         return self.columns <= MAX_COLUMNS // 2
 
     @property
+    def given_out(self) -> tuple[int, int, int]:
+        """(min_fair, max_fair, parts): a fair share of so many slots is given out on demand in its last quarter (`tile_schedule`),
+        in parts of 1 / parts of it.
+
+        Where memory is the limit, the multiprocessors' shares of its bandwidth differ. Elsewhere it pays only where many short
+        query blocks make stretches of unequal cost, and to begin an item costs more.
+        """
+        return (16, 2**32 - 1, 64) if self.is_memory_bound else (64, 512, 16)
+
+    @property
     def q_tile_bytes(self) -> int:
         return self.columns * ROW_BYTES
 

@@ -63,10 +63,10 @@ def test_selection_takes_the_kernel_that_fits():
     assert plan_of(shared_bytes_limit=64 * 1024).num_pieces == 0           # less than its buffers
     assert plan_of(top_k=4096).num_pieces == 1
     assert plan_of(top_k=4097).num_pieces == 0                             # more than half of what a block holds
-    # 73,888 bytes of buffers and one bit per candidate; 232,448 bytes per block on Hopper
+    # 73,888 bytes of buffers and one bit per candidate in lines of 128 bytes; 232,448 bytes per block on Hopper
     assert sampled_selection.shared_bytes(0) == 4 * (2 * 8192 + 2048 + 40) == 73_888
-    assert sampled_selection.shared_bytes(33) == 73_888 + 8
-    widest = (232_448 - 73_888) * 8
+    assert sampled_selection.shared_bytes(33) == 73_888 + 128
+    widest = (232_448 - 73_888) // 128 * 1024
     assert sampled_selection.supports(widest, 2048, 232_448)
     assert not sampled_selection.supports(widest + 1, 2048, 232_448)
 
