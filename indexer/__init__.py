@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import reference
@@ -11,16 +12,17 @@ from .problem import PagedKeyCache
 
 if TYPE_CHECKING:
     from .cuda_kernels import default_arithmetic, index_scores, mla_indexer_ragged_float8_paged
+    from .plan import IndexerPlan
 
 __version__ = "0.1.0"
-__all__ = ["PagedKeyCache", "default_arithmetic", "index_scores", "mla_indexer_ragged_float8_paged", "reference"]
-_LAZY = ("default_arithmetic", "index_scores", "mla_indexer_ragged_float8_paged")
+__all__ = ["IndexerPlan", "PagedKeyCache", "default_arithmetic", "index_scores", "mla_indexer_ragged_float8_paged", "reference"]
+_LAZY = {"IndexerPlan": "plan", "default_arithmetic": "cuda_kernels", "index_scores": "cuda_kernels",
+         "mla_indexer_ragged_float8_paged": "cuda_kernels"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        from . import cuda_kernels
-        return getattr(cuda_kernels, name)
+        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

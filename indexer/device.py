@@ -5,16 +5,19 @@ The kernels' modules know nothing of torch or CuPy; this one knows nothing of th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
+import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numba import cuda
 from numba.core import config
+from numba.cuda import types
 
 from .problem import ArrayView, describe
 
@@ -78,6 +81,13 @@ def _ordinal(view: ArrayView) -> int:
     return int(ordinal)
 
 
+def current_context() -> int:
+    """The calling thread's CUcontext, 0 for none."""
+    from cuda.bindings import driver
+    error, context = driver.cuCtxGetCurrent()
+    return 0 if int(error) else int(context)
+
+
 def max_shared_bytes() -> int:
     """Shared memory that a block can have on the current device."""
     return 48 * 1024 if SIMULATED else cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -96,7 +106,7 @@ def num_multiprocessors() -> int:
 # --------------------------------------------------------------------------------------------------------------- streams
 
 
-def stream_handle(stream: Any, library: str) -> int:
+def stream_handle(stream: Any, library: str, ordinal: int | None = None) -> int:
     """The CUstream to work on.
 
     Parameters
@@ -105,6 +115,8 @@ def stream_handle(stream: Any, library: str) -> int:
         None: the current stream of `library` on the current device, numba's default stream where it has none.
     library : str
         As `ArrayView.library`.
+    ordinal : int, optional
+        The current device, where it is known.
 
     Raises
     ------
@@ -117,7 +129,8 @@ def stream_handle(stream: Any, library: str) -> int:
         if SIMULATED:
             return 0
         if library == "torch":
-            return int(sys.modules["torch"].cuda.current_stream(cuda.current_context().device.id).cuda_stream)
+            ordinal = cuda.current_context().device.id if ordinal is None else ordinal
+            return int(sys.modules["torch"].cuda.current_stream(ordinal).cuda_stream)
         if library == "cupy":
             return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
         return 0
@@ -143,7 +156,7 @@ def is_capturing(handle: int) -> bool:
     return bool(int(error) == 0 and int(status) != int(driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE))
 
 
-def wait_for_producers(views: list[ArrayView], handle: int) -> None:
+def wait_for_producers(views: Iterable[ArrayView], handle: int) -> None:
     """Orders the stream behind the streams on which the views' producers may still be writing; the host does not wait."""
     if SIMULATED:
         return
@@ -177,7 +190,9 @@ class Memory:
         if self.library == "torch":
             torch = importlib.import_module("torch")
             device = torch.device("cuda", cuda.current_context().device.id)
-            with torch.cuda.stream(torch.cuda.ExternalStream(self.handle, device)):
+            # an ExternalStream of handle 0 would be another stream, and its memory free too soon for the default stream's work
+            stream = torch.cuda.ExternalStream(self.handle, device) if self.handle else torch.cuda.default_stream(device)
+            with torch.cuda.stream(stream):
                 return torch.empty(shape, dtype=torch.int64 if dtype == "uint64" else getattr(torch, dtype), device=device)
         if self.library == "cupy":
             cupy = importlib.import_module("cupy")
@@ -190,11 +205,14 @@ class Memory:
         """As `empty`, for a call's own use: freed in stream order when the last reference to it goes.
 
         numba's own allocations would be freed late, after a wait for the device; so where torch or CuPy do not provide, the memory
-        comes from the device's stream-ordered pool.
+        comes from the device's stream-ordered pool. Sizes are rounded up, or every new size would leave its own piece in a pool.
         """
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        if self.library != "numba" or SIMULATED or num_bytes == 0:
+        num_items = int(np.prod(shape, dtype=np.int64))
+        num_bytes = rounded(num_items * np.dtype(dtype).itemsize)
+        if SIMULATED or num_bytes == 0:
             return self.empty(shape, dtype)
+        if self.library != "numba":
+            return self.empty((num_bytes // np.dtype(dtype).itemsize,), dtype)[:num_items].reshape(shape)
         from cuda.core import Device, Stream
         device = Device(cuda.current_context().device.id)
         device.set_current()
@@ -207,9 +225,33 @@ class Memory:
         return cuda.to_device(np.ascontiguousarray(view.numpy()), stream=numba_stream(self.handle))
 
 
+def rounded(num_bytes: int) -> int:
+    """The next size of which there are four to every power of two, from 512 bytes on; 0 for 0."""
+    if num_bytes == 0:
+        return 0
+    unit = max(512, 1 << max(0, (num_bytes - 1).bit_length() - 3))
+    return -(-num_bytes // unit) * unit
+
+
+def clear(address: int, num_bytes: int, handle: int) -> None:
+    """Zeroes device memory, in stream order."""
+    from cuda.bindings import driver
+    _check(driver.cuMemsetD8Async(address, 0, num_bytes, handle), f"{num_bytes} bytes could not be cleared")
+
+
+def _check(result: tuple[Any, ...], what: str) -> None:
+    """Raises RuntimeError for a driver call that failed."""
+    if int(result[0]):
+        raise RuntimeError(f"{what}: {result[0].name}")
+
+
 def copy_to_host(array: Any, handle: int) -> np.ndarray:
     """A host copy of a device array, taken in stream order; returns when it is complete."""
-    host = kernel_array(array).copy_to_host(stream=numba_stream(handle))
+    view = describe("array", array)
+    if view.size == 0:
+        return np.empty(view.shape, view.dtype)
+    device_array = array if SIMULATED else cuda.from_cuda_array_interface(view.__cuda_array_interface__, owner=view, sync=False)
+    host = device_array.copy_to_host(stream=numba_stream(handle))
     if handle:                                # else the copy itself was synchronous
         cuda.external_stream(handle).synchronize()
     return host
@@ -221,16 +263,19 @@ def numba_stream(handle: int) -> Any:
 
 
 def kernel_array(array: Any, dtype: str | None = None) -> Any:
-    """A device array as the kernels take it: numba's, zero copy, optionally with its items read as `dtype` of the same size."""
+    """A device array as `Launch` takes it, zero copy, optionally with its items read as `dtype` of the same size."""
     view = describe("array", array)
     if dtype is not None:
         view = view.sliced(axes=tuple(range(len(view.shape))), dtype=dtype)
     if SIMULATED:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
         return FakeCUDAArray(np.asarray(_HostInterface(view)) if view.size else np.empty(view.shape, view.dtype))
-    if view.size == 0:
-        return cuda.device_array(view.shape, view.dtype)
-    return cuda.from_cuda_array_interface(view.__cuda_array_interface__, owner=view.owner, sync=False)
+    return view
+
+
+def row_range(array: Any, start: int, stop: int) -> Any:
+    """Rows [start, stop) of what `kernel_array` gave."""
+    return array[start:stop] if SIMULATED else array.rows(start, stop)
 
 
 class _HostInterface:
@@ -273,18 +318,75 @@ class Kernel:
         return self.threads, self.blocks_per_multiprocessor
 
     def launch(self, num_blocks: int, handle: int, *args: Any, shared_bytes: int = 0) -> None:
-        """Enqueues `num_blocks` blocks on the stream; arrays as `kernel_array` gives them. `shared_bytes` of dynamic memory."""
+        """Enqueues `num_blocks` blocks on the stream: see `Launch`."""
+        Launch(self, num_blocks, args, shared_bytes).enqueue(handle)
+
+
+class Launch:
+    """A kernel with its arguments, compiled and packed for the current device, to be enqueued any number of times.
+
+    Parameters
+    ----------
+    kernel : Kernel
+    num_blocks : int
+        1 to `MAX_GRID`.
+    args : tuple
+        Arrays as `kernel_array` gives them, or that `describe` can read. They are not kept alive.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+
+    Raises
+    ------
+    ValueError
+        For a number of blocks that no grid has.
+    """
+
+    def __init__(self, kernel: Kernel, num_blocks: int, args: tuple[Any, ...], shared_bytes: int = 0) -> None:
         if not 0 < num_blocks <= MAX_GRID:
             raise ValueError(f"a launch takes 1 to {MAX_GRID} blocks, got {num_blocks}")
         if SIMULATED:
-            _simulated(self)[num_blocks, self.threads](*args)
+            self._simulate = functools.partial(_simulated(kernel)[num_blocks, kernel.threads], *args)
             return
-        from cuda.core import Stream
+        from cuda.bindings import driver
         device = cuda.get_current_device()
-        compiled = _compiled(self, tuple(device.compute_capability))
+        compiled = _compiled(kernel, tuple(device.compute_capability))
         if shared_bytes:
             _allow_dynamic_shared(compiled, device.id)
-        compiled.launch(args, (num_blocks, 1, 1), (self.threads, 1, 1), Stream.from_handle(handle), shared_bytes)
+        words = [word for kind, value in zip(kernel.signature, args) for word in _words(kind, value)]
+        self._words = (ctypes.c_uint64 * len(words))(*words)
+        first = ctypes.addressof(self._words)
+        self._pointers = (ctypes.c_void_p * len(words))(*range(first, first + 8 * len(words), 8))
+        self._arguments = ctypes.addressof(self._pointers)
+        self._function = driver.CUfunction(int(compiled._codelibrary.get_cufunc().kernel.handle))
+        self._launch = driver.cuLaunchKernelEx
+        self._stream = driver.CUstream
+        self._handle = 0
+        self._config = driver.CUlaunchConfig()
+        self._config.gridDimX, self._config.blockDimX, self._config.sharedMemBytes = num_blocks, kernel.threads, shared_bytes
+        self._config.gridDimY = self._config.gridDimZ = self._config.blockDimY = self._config.blockDimZ = 1
+
+    def enqueue(self, handle: int) -> None:
+        """Puts it on a stream of the device that it was made for, whose context is current."""
+        if SIMULATED:
+            self._simulate()
+            return
+        if handle != self._handle:
+            self._config.hStream = self._stream(handle)
+            self._handle = handle
+        _check(self._launch(self._config, self._function, self._arguments, 0), "a kernel could not be launched")
+
+
+def _words(kind: Any, value: Any) -> list[int]:
+    """A kernel argument as the 8-byte words that hold its parameters, in numba's order."""
+    if isinstance(kind, types.Array):
+        view = describe("array", value)
+        no_owner = [0, 0]
+        return [word & (2**64 - 1) for word in (*no_owner, view.size, view.itemsize, view.address, *view.shape, *view.strides)]
+    if isinstance(kind, types.BaseTuple):
+        return [word for item, part in zip(kind, value) for word in _words(item, part)]
+    if kind == types.float32:
+        return [struct.unpack("<I", struct.pack("<f", value))[0]]
+    return [int(value) & (2**64 - 1)]
 
 
 @functools.cache
@@ -306,6 +408,5 @@ def _allow_dynamic_shared(compiled: Any, ordinal: int) -> None:
     from cuda.bindings import driver
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     kernel = compiled._codelibrary.get_cufunc().kernel.handle
-    error, = driver.cuKernelSetAttribute(attribute, max_shared_bytes(), kernel, driver.CUdevice(ordinal))
-    if int(error):
-        raise RuntimeError(f"the limit of dynamic shared memory could not be raised to {max_shared_bytes()} bytes: {error.name}")
+    _check(driver.cuKernelSetAttribute(attribute, max_shared_bytes(), kernel, driver.CUdevice(ordinal)),
+           f"the limit of dynamic shared memory could not be raised to {max_shared_bytes()} bytes")

@@ -7,7 +7,7 @@ arrays of other libraries are read through their public attributes.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -89,6 +89,11 @@ class ArrayView:
         return int(np.prod(self.shape, dtype=object)) if self.shape else 1
 
     @property
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Equal for two arrays that a kernel cannot tell apart but by their contents."""
+        return self.address, self.shape, self.strides, self.dtype, self.stream
+
+    @property
     def extent(self) -> tuple[int, int]:
         """Half-open range of the bytes it may touch, [start, end); empty for an empty array."""
         if self.size == 0:
@@ -111,6 +116,10 @@ class ArrayView:
         return ArrayView(self.name, self.address + offset if self.address else 0, tuple(self.shape[a] for a in axes),
                          tuple(self.strides[a] for a in axes), dtype or self.dtype, self.on_device, self.library, self.owner,
                          self.writeable, self.stream)
+
+    def rows(self, start: int, stop: int) -> ArrayView:
+        """The range [start, stop) of the first axis."""
+        return replace(self, address=self.address + start * self.strides[0], shape=(stop - start, *self.shape[1:]))
 
     def _interface(self) -> dict[str, Any]:
         typestr = "|u1" if self.dtype.startswith("float8") else np.dtype(self.dtype).str
@@ -240,7 +249,8 @@ def integer(name: str, value: Any, minimum: int | None = None) -> int:
     return number
 
 
-def _one_of(name: str, value: Any, choices: tuple[str, ...], remark: str = "") -> None:
+def one_of(name: str, value: Any, choices: tuple[str, ...], remark: str = "") -> None:
+    """Raises TypeError or ValueError unless a text argument is one of these."""
     wanted = f"one of {', '.join(map(repr, choices))}{remark}"
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, {wanted}, got {type(value).__name__} {value!r}")
@@ -334,6 +344,8 @@ class PagedKeyCache:
         self._max_prompt_length = None if max_prompt_length is None else integer("max_prompt_length", max_prompt_length, 0)
         self._max_context_length = None if max_context_length is None else integer("max_context_length", max_context_length, 0)
         self._views = block_view, scale_view, length_view, table_view
+        self._fingerprint = (*(view.fingerprint for view in self._views), self._max_prompt_length, self._max_context_length,
+                             self._fp8_dtype)
 
     @classmethod
     def from_fused(cls, pages: Any, cache_lengths: Any, lookup_table: Any, *, max_prompt_length: int | None = None,
@@ -470,6 +482,19 @@ class Call:
     out_scores: ArrayView | None
 
     @property
+    def inputs(self) -> dict[str, ArrayView]:
+        """The input arrays, by attribute."""
+        names = ("q", "q_s", "keys", "key_scales", "offsets", "lengths", "table")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def views(self) -> list[ArrayView]:
+        """All arrays, the data first."""
+        outputs = [view for view in (self.out, self.out_scores) if view is not None]
+        inputs = list(self.inputs.values())
+        return [*inputs[:4], *outputs, *inputs[4:]]
+
+    @property
     def rows_per_chunk(self) -> int:
         """Rows of the score matrix that are held at a time: as many as the budget takes, at least one."""
         return max(1, min(self.num_tokens, self.scores_budget_bytes // (4 * max(1, self.width))))
@@ -520,10 +545,10 @@ def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, laye
     top_k = 0 if scores_only else integer("top_k", top_k, 1)
     kpool = integer("kpool", kpool, 1)
     scores_budget_bytes = integer("scores_budget_bytes", scores_budget_bytes, 1)
-    _one_of("mask", mask, MASKS)
-    _one_of("order", order, ORDERS)
+    one_of("mask", mask, MASKS)
+    one_of("order", order, ORDERS)
     if host_only or arithmetic != "auto":
-        _one_of("arithmetic", arithmetic, ARITHMETICS, " (on the GPU 'auto' too)")
+        one_of("arithmetic", arithmetic, ARITHMETICS, " (on the GPU 'auto' too)")
     if arithmetic == "wgmma" and cache.fp8_dtype != "float8_e4m3fn":
         raise ValueError(f'arithmetic "wgmma" needs float8_e4m3fn keys, got {cache.fp8_dtype}')
 

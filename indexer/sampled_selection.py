@@ -7,8 +7,7 @@ for, so the blocks need not run at the same time.
 The bound only saves time. Score and position make one total order for it too, so no number of ties gets past it; and if it was too
 high or too low after all, the search runs over the row itself. Rows of up to `DIRECT` candidates need no sample.
 
-It uses warp collectives, which numba's simulator lacks; there, and where a row's bitmap does not fit in shared memory,
-`selection.SELECT_ROWS` does the same.
+It uses warp collectives, which numba's simulator lacks; there, and for larger `top_k`, `selection.SELECT_ROWS` does the same.
 """
 from __future__ import annotations
 
@@ -18,12 +17,14 @@ from numba import cuda, float32, int32, int64, uint32
 from numba.cuda import types
 
 from .device import SIMULATED, Kernel
+from .rows import count_candidates
 from .selection import MINUS_INF_BITS, SELECT_SIGNATURE, sortable
 
 THREADS = 512
 NUM_WARPS = THREADS // 32
-ITEMS = 16                                    # keys that a thread holds in registers
-CAPACITY = THREADS * ITEMS                    # keys that a block holds
+ITEMS = 16                                    # scores that a thread streams at a time
+GROUP = 8                                     # keys of a thread that are on their way at a time
+CAPACITY = 16 * THREADS                       # keys that a block holds
 DIRECT = CAPACITY
 WARP_TILE = 32 * ITEMS                        # consecutive scores that a warp streams at a time
 FIRST_SAMPLE = 2048                           # scores, in lines of 32; doubled where more are needed
@@ -38,17 +39,18 @@ INF_BITS = uint32(0x7F800000)
 NAN_BITS = uint32(0x7FFFFFFF)                 # of any other sign or payload counts as this one
 
 # Shared memory of a block, in 32-bit words: keys and positions of what passed the bound, the histogram, a sum per warp, single
-# results, and one bit per candidate of the row, in lines of 32 words.
+# results, and one bit per candidate of a window of the row, in lines of 32 words.
 KEYS, POSITIONS = 0, CAPACITY
 HISTOGRAM = POSITIONS + CAPACITY
 WARP_SUMS = HISTOGRAM + NUM_BINS
 BIN, ABOVE, IN_BIN, COUNT, HIGHEST, TICKET = range(WARP_SUMS + 32, WARP_SUMS + 38)
 BITMAP = WARP_SUMS + 40
+WINDOW = 2**17                                # a multiple of CAPACITY
 
 
 def shared_bytes(width: int) -> int:
     """Dynamic shared memory for rows of up to `width` candidates."""
-    return 4 * (BITMAP + 32 * -(-width // 1024))
+    return 4 * (BITMAP + 32 * -(-min(width, WINDOW) // 1024))
 
 
 def supports(width: int, top_k: int, shared_bytes_limit: int) -> bool:
@@ -118,81 +120,105 @@ def choose_bin(shared, missing, tid):
 
 
 @cuda.jit(device=True, inline="always")
-def write_direct(shared, item, source, target, values, with_scores, candidates, low, missing, tid, warp):
+def write_direct(shared, source, target, values, with_scores, candidates, low, missing, tid, warp):
     """Writes the positions of the keys above `low` and of the first `missing` ones that equal it, ascending.
 
-    Key j of a thread is at position ``j * THREADS + tid``. Per j and warp, keys above and equals are counted, 16 bits each; a
-    running sum tells how many of either are ahead.
+    Key i is at position i. Per 32 of them, keys above and equals are counted, 16 bits each; a running sum tells how many of either
+    are ahead.
     """
-    NUM_COUNTS = ITEMS * NUM_WARPS
     lane = tid & int32(31)
-    rest = candidates - tid
+    num_counts = (candidates + int32(31)) >> int32(5)
     lower_lanes = uint32(uint32(uint32(1) << uint32(lane)) - uint32(1))
-    for j in range(ITEMS):
-        if int32(j * THREADS) < candidates:
-            exists = int32(j * THREADS) < rest
-            above = uint32(cuda.ballot_sync(0xFFFFFFFF, exists and item[j] > low))
-            equal = uint32(cuda.ballot_sync(0xFFFFFFFF, exists and item[j] == low))
-            if lane == 0:
-                both = uint32(cuda.popc(above)) | (uint32(cuda.popc(equal)) << uint32(16))
-                shared[at(HISTOGRAM + j * NUM_WARPS, warp)] = uint32(both)
+    base = int32(warp << int32(5))
+    while base < candidates:
+        cuda.syncwarp()
+        i = int32(base + lane)
+        key = shared[at(KEYS, i)]             # behind the row: whatever is there
+        exists = i < candidates
+        above = uint32(cuda.popc(cuda.ballot_sync(0xFFFFFFFF, exists and key > low)))
+        equal = uint32(cuda.popc(cuda.ballot_sync(0xFFFFFFFF, exists and key == low)))
+        if lane == 0:
+            shared[at(HISTOGRAM, base >> int32(5))] = uint32(above | (equal << uint32(16)))
+        base = int32(base + STEP)
     cuda.syncthreads()
     mine = int32(0)
-    if tid < int32(NUM_COUNTS) and (tid // int32(NUM_WARPS)) * STEP < candidates:
+    if tid < num_counts:
         mine = int32(shared[at(HISTOGRAM, tid)])
     before = int32(block_running_sum(shared, mine, tid) - mine)
-    if tid < int32(NUM_COUNTS):
+    if tid < num_counts:
         shared[at(HISTOGRAM, tid)] = uint32(before)
     cuda.syncthreads()
-    for j in range(ITEMS):
-        if int32(j * THREADS) < candidates:
-            exists = int32(j * THREADS) < rest
-            is_above = exists and item[j] > low
-            is_equal = exists and item[j] == low
-            above = uint32(cuda.ballot_sync(0xFFFFFFFF, is_above))
-            equal = uint32(cuda.ballot_sync(0xFFFFFFFF, is_equal))
-            ahead = shared[at(HISTOGRAM + j * NUM_WARPS, warp)]
-            equals = int32(uint32(ahead >> uint32(16)) + uint32(cuda.popc(uint32(equal & lower_lanes))))
-            if is_above or (is_equal and equals < missing):
-                slot = uint32((ahead & uint32(0xFFFF)) + uint32(cuda.popc(uint32(above & lower_lanes))))
-                slot = uint32(slot + uint32(min(equals, missing)))
-                position = uint32(at(tid, j * THREADS))
-                target[slot] = int32(position)
-                if with_scores != 0:
-                    values[slot] = source[position]
+    base = int32(warp << int32(5))
+    while base < candidates:
+        i = int32(base + lane)
+        key = shared[at(KEYS, i)]
+        is_above = i < candidates and key > low
+        is_equal = i < candidates and key == low
+        above = uint32(cuda.ballot_sync(0xFFFFFFFF, is_above))
+        equal = uint32(cuda.ballot_sync(0xFFFFFFFF, is_equal))
+        ahead = shared[at(HISTOGRAM, base >> int32(5))]
+        equals = int32(uint32(ahead >> uint32(16)) + uint32(cuda.popc(uint32(equal & lower_lanes))))
+        if is_above or (is_equal and equals < missing):
+            slot = uint32((ahead & uint32(0xFFFF)) + uint32(cuda.popc(uint32(above & lower_lanes))))
+            slot = uint32(slot + uint32(min(equals, missing)))
+            target[slot] = i
+            if with_scores != 0:
+                values[slot] = source[uint32(i)]
+        base = int32(base + STEP)
 
 
 @cuda.jit(device=True, inline="always")
-def write_marked(shared, source, target, values, with_scores, candidates, wanted, tid, warp):
-    """Writes the positions whose bit is set, ascending; a warp takes consecutive lines of the bitmap."""
+def mark(shared, offset):
+    """Sets the bit of a position, so far behind the window's first; none outside the window."""
+    if offset < uint32(WINDOW):
+        cuda.atomic.or_(shared, at(BITMAP, offset >> uint32(5)), uint32(uint32(1) << (offset & uint32(31))))
+
+
+@cuda.jit(device=True, inline="always")
+def write_marked(shared, source, target, values, with_scores, window, end, done, tid, warp):
+    """Writes the positions of the window's set bits, ascending, from slot `done`; returns the slot behind them.
+
+    A warp takes consecutive lines of the bitmap, and puts their positions in shared memory, where the keys were.
+    """
     lane = tid & int32(31)
-    num_lines = (candidates + int32(1023)) >> int32(10)
-    lines_per_warp = (num_lines + int32(NUM_WARPS - 1)) // int32(NUM_WARPS)
-    first = min(warp * lines_per_warp, num_lines)
-    end = min(first + lines_per_warp, num_lines)
+    num_lines = int32(int32(end - window + int32(1023)) >> int32(10))
+    lines_per_warp = int32((num_lines + int32(NUM_WARPS - 1)) // int32(NUM_WARPS))
+    first = min(int32(warp * lines_per_warp), num_lines)
+    stop = min(int32(first + lines_per_warp), num_lines)
     mine = int32(0)
-    for line in range(first, end):
-        mine += int32(cuda.popc(shared[at(BITMAP + lane, line << int32(5))]))
-    before = int32(block_running_sum(shared, mine, tid) - mine)
-    before = cuda.shfl_sync(0xFFFFFFFF, before, 0)            # set bits ahead of the warp's
-    for line in range(first, end):
+    line = first
+    while line < stop:
+        mine = int32(mine + int32(cuda.popc(shared[at(BITMAP + lane, line << int32(5))])))
+        line = int32(line + int32(1))
+    through = block_running_sum(shared, mine, tid)
+    if tid == int32(THREADS - 1):
+        shared[COUNT] = uint32(through)
+    before = cuda.shfl_sync(0xFFFFFFFF, int32(through - mine), 0)       # set bits ahead of the warp's
+    line = first
+    while line < stop:
         index = int32(int32(line << int32(5)) + lane)
         word = shared[at(BITMAP, index)]
         ones = int32(cuda.popc(word))
-        through = warp_running_sum(ones, lane)
-        to = int32(before + through - ones)
-        before = int32(before + cuda.shfl_sync(0xFFFFFFFF, through, 31))
+        cuda.syncwarp()
+        running = warp_running_sum(ones, lane)
+        to = int32(before + running - ones)
+        before = int32(before + cuda.shfl_sync(0xFFFFFFFF, running, 31))
         while word != uint32(0):
-            shared[at(POSITIONS, to)] = uint32((uint32(index) << uint32(5)) + lowest_bit(word))
+            shared[at(KEYS, to)] = uint32(uint32(window) + (uint32(index) << uint32(5)) + lowest_bit(word))
             word = uint32(word & uint32(word - uint32(1)))
             to = int32(to + int32(1))
-        cuda.syncwarp()
+        line = int32(line + int32(1))
     cuda.syncthreads()
-    for slot in range(tid, wanted, STEP):
-        position = shared[at(POSITIONS, slot)]
-        target[uint32(slot)] = int32(position)
+    count = int32(shared[COUNT])
+    i = tid
+    while i < count:
+        position = shared[at(KEYS, i)]
+        slot = uint32(done + i)
+        target[slot] = int32(position)
         if with_scores != 0:
-            values[uint32(slot)] = source[position]
+            values[slot] = source[position]
+        i = int32(i + STEP)
+    return int32(done + count)
 
 
 @cuda.jit(device=True, inline="always")
@@ -207,35 +233,56 @@ def is_selected(key, position, low, place_low):
     return key > low or (key == low and uint32(LAST_PLACE - position) >= place_low)
 
 
-def _select_rows_sampled(bits, row_candidates, first_row, out, out_scores, with_scores, num_pieces, lists, row_state):
-    """out[token] = positions of the min(top_k, v) best scores of row ``token - first_row``, ascending, then -1.
+@cuda.jit(device=True, inline="always")
+def row_and_piece(num_pieces):
+    """What this block works on."""
+    row = uint32(cuda.blockIdx.x) // uint32(num_pieces)
+    return row, int32(uint32(cuda.blockIdx.x) - row * uint32(num_pieces))
 
-    Block ``row * num_pieces + piece`` streams that piece of its row. Thread t holds keys t, t + THREADS, ... of what is searched,
-    with their positions in shared memory: the row (`DIRECT` candidates or fewer), its sample, or what passed the bound.
-    `row_state` holds, per row, how many did so far and how many blocks are done; it is zero before and after.
+
+@cuda.jit(device=True, inline="always")
+def find_candidates(offsets, lengths, token, causal, kpool, width):
+    """`count_candidates` of a token of the last request whose offset is not behind it, found by the whole block."""
+    tid = int32(cuda.threadIdx.x)
+    num_requests = int32(lengths.shape[0])
+    request = int32(0)
+    first = int32(1)
+    while first < num_requests:
+        other = first + tid
+        request += int32(cuda.syncthreads_count(int32(1) if other < num_requests and offsets[other] <= token else int32(0)))
+        first = int32(first + STEP)
+    candidates = count_candidates(offsets, lengths, request, token, causal, kpool, width)
+    return cuda.shfl_sync(0xFFFFFFFF, candidates, 0)          # so that the compiler, too, knows it to be one value per warp
+
+
+@cuda.jit(device=True, inline="always")
+def select_piece(bits, row, out, out_scores, first_row, with_scores, candidates, piece, num_pieces, lists, row_state):
+    """A block's part of the selection of a row: all of it, or a piece, and what follows the pieces where it is the last to finish.
+
+    Thread t looks after keys t, t + THREADS, ... of what is searched: the row (`DIRECT` candidates or fewer), its sample, or what
+    passed the bound. All is in loops that are not unrolled far, as few blocks run it more than once and code has to be fetched too.
     """
     shared = cuda.shared.array(0, uint32)
     item = cuda.local.array(ITEMS, uint32)
     tid = int32(cuda.threadIdx.x)
     lane = tid & int32(31)
-    warp = cuda.shfl_sync(0xFFFFFFFF, tid >> int32(5), 0)     # so that the compiler, too, knows it to be one value per warp
-    row = uint32(cuda.blockIdx.x) // uint32(num_pieces)
-    piece = int32(uint32(cuda.blockIdx.x) - row * uint32(num_pieces))
-    token = first_row + int64(row)
-    candidates = row_candidates[token]
+    warp = cuda.shfl_sync(0xFFFFFFFF, tid >> int32(5), 0)     # as in `find_candidates`
     top_k = int32(out.shape[1])
     wanted = min(top_k, candidates)
+    token = first_row + int64(row)
     source = bits[row]
     if piece > 0 and candidates <= int32(DIRECT):
         return
 
     if candidates <= top_k:
-        for position in range(tid, candidates, STEP):
+        position = int32(tid)
+        while position < candidates:
             out[token, uint32(position)] = position
             if with_scores != 0:
                 out_scores[token, uint32(position)] = source[uint32(position)]
+            position = int32(position + STEP)
     else:
-        # What is searched: `count` keys, their positions in shared memory; or, from_row, the row itself.
+        # What is searched: `count` keys in shared memory, with their positions; or, from_row, the row itself.
         sampled = candidates > int32(DIRECT)
         from_row = False
         count, spacing = candidates, int32(32)
@@ -252,16 +299,20 @@ def _select_rows_sampled(bits, row_candidates, first_row, out, out_scores, with_
             rank = int32(share + float32(5) * math.sqrt(share)) + int32(8)
             slack = rank >> int32(3)
             spacing = candidates // (count >> int32(5))
-        position = uint32(warp * spacing + lane)
-        rest = count - tid                    # key j of the thread exists if j * THREADS is less
-        for j in range(ITEMS):
-            item[j] = uint32(0)
-            if int32(j * THREADS) < rest:
-                shared[at(POSITIONS + j * THREADS, tid)] = position
-                item[j] = source[position]
-            position = uint32(position + uint32(NUM_WARPS) * uint32(spacing))
-        for j in range(ITEMS):
-            item[j] = sortable(item[j])
+        position, step = uint32(warp * spacing + lane), uint32(NUM_WARPS) * uint32(spacing)
+        i = tid
+        while i < count:
+            rest = int32(count - i)           # key j of the group exists if j * THREADS is less
+            for j in range(GROUP):
+                if int32(j * THREADS) < rest:
+                    item[j] = source[uint32(position + uint32(uint32(j) * step))]
+            for j in range(GROUP):
+                if int32(j * THREADS) < rest:
+                    shared[at(KEYS + j * THREADS, i)] = sortable(item[j])
+                    if sampled:
+                        shared[at(POSITIONS + j * THREADS, i)] = uint32(position + uint32(uint32(j) * step))
+            position = uint32(position + uint32(uint32(GROUP) * step))
+            i = int32(i + int32(GROUP * THREADS))
 
         place_low = uint32(0)
         while True:
@@ -279,27 +330,33 @@ def _select_rows_sampled(bits, row_candidates, first_row, out, out_scores, with_
                 for b in range(BINS_PER_THREAD):
                     shared[at(HISTOGRAM + b * THREADS, tid)] = uint32(0)
                 cuda.syncthreads()
-                for base in range(int32(0), count, int32(CAPACITY)):
-                    rest = count - tid - base
+                i = tid
+                while i < count:
+                    rest = int32(count - i)
                     if from_row:
-                        for j in range(ITEMS):
+                        for j in range(GROUP):
                             if int32(j * THREADS) < rest:
-                                item[j] = sortable(source[at(base + tid, j * THREADS)])
+                                item[j] = sortable(source[at(i, j * THREADS)])
+                    else:
+                        for j in range(GROUP):
+                            if int32(j * THREADS) < rest:
+                                item[j] = shared[at(KEYS + j * THREADS, i)]
                     if by_key:
-                        for j in range(ITEMS):
+                        for j in range(GROUP):
                             if int32(j * THREADS) < rest:
                                 offset = uint32(item[j] - low)
                                 if offset <= span:
                                     cuda.atomic.add(shared, at(HISTOGRAM, offset >> shift), uint32(1))
                     else:
-                        for j in range(ITEMS):
+                        for j in range(GROUP):
                             if int32(j * THREADS) < rest and item[j] == low:
-                                position = uint32(at(base + tid, j * THREADS))
+                                position = uint32(at(i, j * THREADS))
                                 if not from_row:
-                                    position = shared[at(POSITIONS + j * THREADS, tid)]
+                                    position = shared[at(POSITIONS + j * THREADS, i)]
                                 offset = uint32(LAST_PLACE - position - place_low)
                                 if offset <= span:
                                     cuda.atomic.add(shared, at(HISTOGRAM, offset >> shift), uint32(1))
+                    i = int32(i + int32(GROUP * THREADS))
                 cuda.syncthreads()
                 choose_bin(shared, missing, tid)
                 missing -= int32(shared[ABOVE])
@@ -362,6 +419,7 @@ def _select_rows_sampled(bits, row_candidates, first_row, out, out_scores, with_
                             passed = uint32(passed | uint32(1 << j))
                         else:
                             passed = uint32(passed & uint32(0xFFFFFFFF ^ (1 << j)))
+                cuda.syncwarp()
                 mine = int32(cuda.popc(passed))
                 running = warp_running_sum(mine, lane)
                 base = int32(0)
@@ -385,11 +443,14 @@ def _select_rows_sampled(bits, row_candidates, first_row, out, out_scores, with_
                     shared[TICKET] = uint32(cuda.atomic.add(state, 0, count))
                 cuda.syncthreads()
                 base = int32(shared[TICKET])
-                for i in range(tid, min(count, int32(CAPACITY)), STEP):
+                i = tid
+                stop = min(count, int32(CAPACITY))
+                while i < stop:
                     to = base + i
                     if to < int32(CAPACITY):
                         listing[at(KEYS, to)] = shared[at(KEYS, i)]
                         listing[at(POSITIONS, to)] = shared[at(POSITIONS, i)]
+                    i = int32(i + STEP)
                 cuda.threadfence()
                 cuda.syncthreads()
                 if tid == 0:
@@ -403,15 +464,25 @@ def _select_rows_sampled(bits, row_candidates, first_row, out, out_scores, with_
                 if tid == 0:
                     state[0] = 0
                     state[1] = 0
-                for i in range(tid, min(count, int32(CAPACITY)), STEP):
-                    shared[at(KEYS, i)] = listing[at(KEYS, i)]
-                    shared[at(POSITIONS, i)] = listing[at(POSITIONS, i)]
-            rest = count - tid
+                stop = min(count, int32(CAPACITY))
+                i = tid
+                while i < stop:
+                    rest = int32(stop - i)
+                    for j in range(GROUP):
+                        if int32(j * THREADS) < rest:
+                            item[j] = listing[at(KEYS + j * THREADS, i)]
+                            item[GROUP + j] = listing[at(POSITIONS + j * THREADS, i)]
+                    for j in range(GROUP):
+                        if int32(j * THREADS) < rest:
+                            shared[at(KEYS + j * THREADS, i)] = item[j]
+                            shared[at(POSITIONS + j * THREADS, i)] = item[GROUP + j]
+                    i = int32(i + int32(GROUP * THREADS))
             highest = uint32(0)
-            for j in range(ITEMS):
-                if int32(j * THREADS) < rest:
-                    item[j] = shared[at(KEYS + j * THREADS, tid)]
-                    highest = uint32(max(highest, item[j]))
+            i = tid
+            stop = min(count, int32(CAPACITY))
+            while i < stop:
+                highest = uint32(max(highest, shared[at(KEYS, i)]))
+                i = int32(i + STEP)
             cuda.atomic.max(shared, HIGHEST, highest)
             cuda.syncthreads()
             key_bits = int32(32) - int32(cuda.clz(uint32(shared[HIGHEST] - low)))
@@ -422,38 +493,80 @@ def _select_rows_sampled(bits, row_candidates, first_row, out, out_scores, with_
             cuda.syncthreads()
 
         if candidates <= int32(DIRECT):
-            write_direct(shared, item, source, out[token], out_scores[token], with_scores, candidates, low, missing, tid, warp)
+            write_direct(shared, source, out[token], out_scores[token], with_scores, candidates, low, missing, tid, warp)
         else:
-            for i in range(tid, ((candidates + int32(1023)) >> int32(10)) << int32(5), STEP):
-                shared[at(BITMAP, i)] = uint32(0)
-            cuda.syncthreads()
-            for base in range(int32(0), count, int32(CAPACITY)):
-                rest = count - tid - base
-                for j in range(ITEMS):
-                    if int32(j * THREADS) < rest:
-                        key = item[j]
-                        position = uint32(at(base + tid, j * THREADS))
-                        if from_row:
-                            key = sortable(source[position])
-                        if key >= low:
-                            if not from_row:
-                                position = shared[at(POSITIONS + j * THREADS, tid)]
-                            if is_selected(key, position, low, place_low):
-                                bit = uint32(uint32(1) << (position & uint32(31)))
-                                cuda.atomic.or_(shared, at(BITMAP, position >> uint32(5)), bit)
-            cuda.syncthreads()
-            write_marked(shared, source, out[token], out_scores[token], with_scores, candidates, wanted, tid, warp)
+            selected = uint32(0)              # a bit per key of the thread
+            if not from_row:
+                bit = uint32(1)
+                i = tid
+                while i < count:
+                    if is_selected(shared[at(KEYS, i)], shared[at(POSITIONS, i)], low, place_low):
+                        selected = uint32(selected | bit)
+                    bit = uint32(bit << uint32(1))
+                    i = int32(i + STEP)
+            window = done = int32(0)
+            while window < candidates:
+                end = min(int32(window + int32(WINDOW)), candidates)
+                i = tid
+                while i < ((end - window + int32(1023)) >> int32(10)) << int32(5):
+                    shared[at(BITMAP, i)] = uint32(0)
+                    i = int32(i + STEP)
+                cuda.syncthreads()
+                if from_row:
+                    position = int32(window + tid)
+                    while position < end:
+                        if is_selected(sortable(source[uint32(position)]), uint32(position), low, place_low):
+                            mark(shared, uint32(position - window))
+                        position = int32(position + STEP)
+                else:
+                    bit = uint32(1)
+                    i = tid
+                    while i < count:
+                        if selected & bit:
+                            mark(shared, uint32(shared[at(POSITIONS, i)] - uint32(window)))
+                        bit = uint32(bit << uint32(1))
+                        i = int32(i + STEP)
+                cuda.syncthreads()
+                done = write_marked(shared, source, out[token], out_scores[token], with_scores, window, end, done, tid, warp)
+                window = int32(window + int32(WINDOW))
 
-    for slot in range(wanted + tid, top_k, STEP):
+    slot = int32(wanted + tid)
+    while slot < top_k:
         out[token, uint32(slot)] = -1
         if with_scores != 0:
             out_scores[token, uint32(slot)] = MINUS_INF_BITS
+        slot = int32(slot + STEP)
 
 
-SELECT_ROWS_SAMPLED = Kernel(
-    _select_rows_sampled,
-    (*SELECT_SIGNATURE,
-     types.int32,                             # num_pieces
-     types.Array(types.uint32, 2, "C"),       # lists [rows, 2 * CAPACITY]; [1, 1] for one piece
-     types.Array(types.int32, 2, "C")),       # row_state [rows, 2]
-    THREADS, blocks_per_multiprocessor=2)
+def _select_rows_sampled(bits, row_candidates, first_row, out, out_scores, with_scores, num_pieces, lists, row_state):
+    """out[token] = positions of the min(top_k, v) best scores of row ``token - first_row``, ascending, then -1.
+
+    Block ``row * num_pieces + piece`` streams that piece of its row.
+    """
+    row, piece = row_and_piece(num_pieces)
+    candidates = row_candidates[first_row + int64(row)]
+    select_piece(bits, row, out, out_scores, first_row, with_scores, candidates, piece, num_pieces, lists, row_state)
+
+
+def _select_found_rows(bits, offsets, lengths, causal, kpool, width, first_row, out, out_scores, with_scores, num_pieces, lists,
+                       row_state):
+    """The same where no kernel has counted the rows' candidates before."""
+    row, piece = row_and_piece(num_pieces)
+    candidates = find_candidates(offsets, lengths, first_row + int64(row), causal, kpool, width)
+    select_piece(bits, row, out, out_scores, first_row, with_scores, candidates, piece, num_pieces, lists, row_state)
+
+
+_PIECES = (
+    types.int32,                              # num_pieces
+    types.Array(types.uint32, 2, "C"),        # lists [rows, 2 * CAPACITY]: what the pieces of a row hand over; [1, 1] for one piece
+    types.Array(types.int32, 2, "C"),         # row_state [rows, 2], zero before and after: entries in the list, pieces done
+)
+_LENGTHS = (
+    types.Array(types.int32, 1, "A"),         # offsets [B + 1]
+    types.Array(types.int32, 1, "A"),         # lengths [B]
+    types.int32, types.int64, types.int64,    # causal, kpool, width
+)
+
+SELECT_ROWS_SAMPLED = Kernel(_select_rows_sampled, (*SELECT_SIGNATURE, *_PIECES), THREADS, blocks_per_multiprocessor=2)
+SELECT_FOUND_ROWS = Kernel(_select_found_rows, (SELECT_SIGNATURE[0], *_LENGTHS, *SELECT_SIGNATURE[2:], *_PIECES), THREADS,
+                           blocks_per_multiprocessor=2)

@@ -50,6 +50,7 @@ from .tma_tile import (
     NUM_WARPS,
     PRODUCER_REGISTERS,
     Q_EMPTY_ARRIVALS,
+    Q_FULL_ARRIVALS,
     ROW_BYTES,
     SCHEDULE_WARP,
     SWIZZLE_ATOM_BYTES,
@@ -168,6 +169,8 @@ def running_sum(value, lane):
 def arrivals_of(barrier, num_q_stages, num_kv_stages):
     """Arrivals that complete a phase of a barrier, in the order of `TmaTile`: of all who are done, or of the one who brings."""
     arrivals = uint32(1)
+    if barrier < uint32(num_q_stages):
+        arrivals = uint32(Q_FULL_ARRIVALS)
     if barrier >= uint32(num_q_stages) and barrier < uint32(2 * num_q_stages):
         arrivals = uint32(Q_EMPTY_ARRIVALS)
     if barrier >= uint32(3 * num_q_stages + num_kv_stages):
@@ -374,9 +377,7 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
         are_halvable = cuda.all_sync(0xFFFFFFFF, is_halvable)
         if lane == uint32(0):
             ptx.store_shared_u32(at(place, 0, 4, uint32(ITEM_IS_HALVABLE)), uint32(1) if are_halvable else uint32(0))
-        cuda.syncwarp()
-        if lane == uint32(0):
-            ptx.mbarrier_arrive(q_full)
+        ptx.mbarrier_arrive(q_full)                           # every lane, for what it has stored
 
     @cuda.jit(device=True, inline="always")
     def schedule(base, lane, first_slot, end_slot, shared_slot, total, fair, q_map_at, counters, q_s, offsets, lengths, width,
@@ -473,7 +474,7 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
         if lane == uint32(0):
             ptx.store_shared_u32(at(base, ITEMS + 4 * ITEM_NUM_TILES, ITEM_BYTES, item), uint32(0))
             ptx.mbarrier_arrive(at(base, ITEM_FULL, 8, item))
-            ptx.mbarrier_arrive(at(base, Q_FULL, 8, item))
+        ptx.mbarrier_arrive(at(base, Q_FULL, 8, item))
 
     return schedule
 
@@ -616,6 +617,7 @@ def _math_warps(tile: TmaTile) -> Callable[..., None]:
                     weights_in(my_weights)
                     stage, kv_phase = walk_all(base, stage, kv_phase, num_tiles, my_tile, q_tile, my_scale, limits,
                                                out, row_bytes, key, is_leader)
+            cuda.syncwarp()
             ptx.mbarrier_arrive_if(at(base, Q_EMPTY, 8, item), is_leader)
             item, phase = after(item, phase, NUM_Q_STAGES)
 
@@ -655,6 +657,7 @@ def _walk(tile: TmaTile, second_tokens: int, halved: bool) -> Callable[..., tupl
                 ptx.wgmma_wait_1()
                 write_first(out + here, two_rows, limits, key, scale)
             ptx.wgmma_wait_0()
+            cuda.syncwarp()
             ptx.mbarrier_arrive_if(at(base, KV_EMPTY, 8, stage), is_leader)
             if IS_SPLIT:
                 write_second(out_second + here, two_rows, limits_second, key, scale)

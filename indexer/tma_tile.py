@@ -19,6 +19,7 @@ THREADS = 32 * NUM_WARPS
 PRODUCER_REGISTERS, MATH_REGISTERS = 40, 232
 MAX_HEADS, MAX_COLUMNS, MAX_BLOCK_Q = 128, 256, 16
 MAX_KV_STAGES = 12
+Q_FULL_ARRIVALS = 32                          # who has brought an item's weights: the lanes of the schedule warp
 Q_EMPTY_ARRIVALS = MATH_WARPS + 1             # who is done with an item: the math warps and the key warp
 KV_EMPTY_ARRIVALS = MATH_WARPS                # who is done with a key tile
 

@@ -24,6 +24,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.en
 def pytest_configure(config):
     config.addinivalue_line("markers", "kernels: calls the kernels; on a GPU where there is one, else in the simulator")
     config.addinivalue_line("markers", "gpu: needs a real GPU")
+    config.addinivalue_line("markers", "big: needs tens of GB of GPU memory")
     if SIMULATED:
         _quicken_simulator()
 

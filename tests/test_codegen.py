@@ -8,7 +8,7 @@ from codegen import assemble
 from numba import cuda
 from wgmma_kernel import WGMMA
 
-from indexer import cuda_kernels, sampled_selection, scoring, selection, tma_scoring, tma_tile, wgmma_scoring
+from indexer import rows, sampled_selection, scoring, selection, tma_scoring, tma_tile, wgmma_scoring
 
 TARGETS = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]
 HEAD_COUNTS = (8, 16, 32, 64)
@@ -17,8 +17,8 @@ KERNELS = {
     "select_rows": selection.SELECT_ROWS,
     "select_rows_sampled": sampled_selection.SELECT_ROWS_SAMPLED,
     "rank_rows": selection.RANK_ROWS,
-    "locate_rows": cuda_kernels.LOCATE_ROWS,
-    "fill_outside": cuda_kernels.FILL_OUTSIDE,
+    "locate_rows": rows.LOCATE_ROWS,
+    "fill_outside": rows.FILL_OUTSIDE,
 }
 H200_SHARED_BYTES = 232_448
 TMA_TILES = {
@@ -29,6 +29,7 @@ TMA_TILES = {
 HOPPER_KERNELS = {
     "wgmma_probe": WGMMA,
     "wgmma_scorer": wgmma_scoring.SCORE_ROWS,
+    "select_found_rows": sampled_selection.SELECT_FOUND_ROWS,
     **{name: tma_scoring.tma_scorer(tile) for name, tile in TMA_TILES.items()},
 }
 
@@ -131,6 +132,12 @@ def test_the_hopper_scorer(name):
     moved = 128 * tma_tile.PRODUCER_REGISTERS + 32 * tma_tile.MATH_WARPS * tma_tile.MATH_REGISTERS
     assert moved <= 168 * tma_tile.THREADS                           # no more than all have at the start
     assert tile.shared_bytes <= H200_SHARED_BYTES
+
+
+def test_the_selection_behind_the_hopper_scorer():
+    ptx, report, sass = machine_code("select_found_rows", (9, 0, "a"))
+    check_no_spills(ptx, report, sass)
+    assert "BRA.DIV" not in opcodes(sass)
 
 
 def test_numba_cuda_is_the_pinned_one():

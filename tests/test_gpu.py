@@ -4,6 +4,7 @@ import pathlib
 import numpy as np
 import oracle
 import pytest
+from arrays import to_cupy, to_host, to_torch
 from assertions import assert_same_bits
 from numba import cuda
 
@@ -15,25 +16,6 @@ from indexer.batches import UNUSED_ID, make_batch, random_batch
 pytestmark = [pytest.mark.gpu, pytest.mark.kernels]
 
 SELECT, ORACLE = indexer.mla_indexer_ragged_float8_paged, oracle.select
-
-
-def to_torch(array, device="cuda"):
-    torch = pytest.importorskip("torch")
-    if array.dtype.name.startswith("float8"):
-        return torch.from_numpy(array.view(np.uint8)).to(device).view(getattr(torch, array.dtype.name))
-    return torch.from_numpy(array.view(np.int32) if array.dtype == np.uint32 else array).to(device)
-
-
-def to_cupy(array):
-    cupy = pytest.importorskip("cupy")
-    return cupy.asarray(array.view(np.uint8) if array.dtype.name.startswith("float8") else array)
-
-
-def to_host(array):
-    for method in ("copy_to_host", "get"):
-        if hasattr(array, method):
-            return getattr(array, method)()
-    return array.cpu().numpy() if hasattr(array, "cpu") else np.asarray(array)
 
 
 def small(seed=0, **options):
@@ -171,19 +153,6 @@ def test_any_top_k(top_k):
     assert_same_bits(batch.select(SELECT), batch.select(ORACLE))
 
 
-def test_more_rows_than_a_grid_dimension_holds():
-    """65,537 tokens of one request that sees three pooled rows, and 65,537 requests of one token."""
-    one = make_batch(np.random.default_rng(3), new_tokens=[65_537], cached=[0], num_heads=1, head_dim=4, page_size=4, kpool=20_000,
-                     mask="null", top_k=2)
-    assert_same_bits(one.select(SELECT), one.select(ORACLE))
-    many = make_batch(np.random.default_rng(3), new_tokens=[1] * 65_537, cached=[2] * 65_537, num_heads=1, head_dim=4, page_size=4,
-                      top_k=2)
-    got = many.select(SELECT)
-    for b in range(0, 65_537, 512):
-        cache = indexer.PagedKeyCache(many.blocks, many.scales, many.cache_lengths[b:b + 1], many.lookup_table[b:b + 1])
-        assert_same_bits(got[b:b + 1], ORACLE(many.q[b:b + 1], many.q_s[b:b + 1], np.uint32([0, 1]), cache, top_k=2))
-
-
 # ------------------------------------------------------------------------------------------------------ libraries, streams
 
 
@@ -234,6 +203,7 @@ def test_work_follows_the_current_and_the_given_stream():
     batch = small()
     want = batch.select(ORACLE)
     q, *others = batch.arguments(to_torch)
+    SELECT(q, *others, top_k=batch.top_k)                               # compiles
     for given in (False, True):
         stream = torch.cuda.Stream()
         late = torch.zeros_like(q.view(torch.uint8))

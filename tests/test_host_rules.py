@@ -1,13 +1,19 @@
 """Rules that need no GPU: plans, tiles, byte codes, the order of score bits, array views."""
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
 from assertions import assert_same_bits
+from numba.cuda import types
 
-from indexer import sampled_selection, scoring, selection
+from indexer import device, sampled_selection, scoring, selection
 from indexer.batches import make_batch
-from indexer.cuda_kernels import Plan
-from indexer.device import MAX_GRID, SIMULATED, Kernel
+from indexer.device import MAX_GRID, SIMULATED, Kernel, _words, rounded
+from indexer.launches import Plan
 from indexer.problem import FP8_DTYPES, ArrayView, check_call, decode_table, describe, fp8_name
 
 decode = scoring.decode.fn if SIMULATED else scoring.decode.py_func
@@ -63,18 +69,28 @@ def test_selection_takes_the_kernel_that_fits():
     assert plan_of(shared_bytes_limit=64 * 1024).num_pieces == 0           # less than its buffers
     assert plan_of(top_k=4096).num_pieces == 1
     assert plan_of(top_k=4097).num_pieces == 0                             # more than half of what a block holds
-    # 73,888 bytes of buffers and one bit per candidate in lines of 128 bytes; 232,448 bytes per block on Hopper
+    # 73,888 bytes of buffers and one bit per candidate in lines of 128 bytes, for 131,072 candidates at a time
     assert sampled_selection.shared_bytes(0) == 4 * (2 * 8192 + 2048 + 40) == 73_888
     assert sampled_selection.shared_bytes(33) == 73_888 + 128
-    widest = (232_448 - 73_888) // 128 * 1024
-    assert sampled_selection.supports(widest, 2048, 232_448)
-    assert not sampled_selection.supports(widest + 1, 2048, 232_448)
+    assert sampled_selection.shared_bytes(131_072) == sampled_selection.shared_bytes(2**21) == 73_888 + 16_384
+    assert sampled_selection.WINDOW % sampled_selection.CAPACITY == 0
+    assert sampled_selection.supports(2**22 - 1, 2048, 232_448)
+    assert not sampled_selection.supports(2**22, 2048, 232_448)                    # a place has 22 bits
 
 
 @pytest.mark.parametrize(("rows", "width", "pieces"), [
     (1, 131_072, 32), (1, 9000, 3), (8, 65_536, 16), (32, 131_072, 4), (64, 32_768, 2), (128, 8192, 1), (4096, 65_536, 1)])
 def test_few_rows_are_shared_among_blocks(rows, width, pieces):
     assert sampled_selection.pieces_per_row(rows, width, 132) == pieces
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator has no warp collectives")
+def test_few_blocks_have_a_multiprocessor_each():
+    """More than half of its 233,472 bytes, of which a block takes 1,024 by itself."""
+    few, many = plan_of(new_tokens=[132], cached=[900]), plan_of(new_tokens=[133], cached=[900])
+    assert 2 * (few.select_shared_bytes + 1024) > 233_472 >= few.select_shared_bytes + 1024
+    assert 2 * (many.select_shared_bytes + 1024) <= 233_472
+    assert plan_of(new_tokens=[1], cached=[131_071]).select_shared_bytes == few.select_shared_bytes
 
 
 def test_what_is_handed_over_is_allocated_for_shared_rows_only():
@@ -119,6 +135,42 @@ def test_a_tile_takes_all_heads_in_the_fewest_passes(num_heads, heads):
 def test_shared_memory_of_a_tile():
     # two operand tiles of 64 x 64 int32, 256 decoded bytes, 8 x 64 sums, 3 x 64 key words, 64 head flags: 36,864 bytes
     assert scoring.score_tile(64).shared_bytes == 4 * (2 * 64 * 64 + 256 + 8 * 64 + 3 * 64 + 64) == 36_864
+
+
+# --------------------------------------------------------------------------------------------------------------- launches
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator takes arrays as they are")
+def test_a_launchs_arguments_as_words():
+    """numba's order: of an array no owner, items, bytes per item, address, shape, strides; everything in 8 bytes."""
+    view = ArrayView("a", 0x1000, (2, 3), (24, 8), "int32", True, "cuda", None)
+    assert _words(types.Array(types.int32, 2, "A"), view) == [0, 0, 6, 4, 0x1000, 2, 3, 24, 8]
+    assert _words(types.Array(types.int32, 2, "A"), replace(view, strides=(-24, 8)))[-2:] == [2**64 - 24, 8]
+    assert _words(types.UniTuple(types.uint64, 2), (5, 2**64 - 1)) == [5, 2**64 - 1]
+    assert _words(types.int32, -1) == [2**64 - 1]
+    assert _words(types.float32, np.float32(1.0)) == [0x3F800000]
+
+
+@pytest.mark.skipif(SIMULATED, reason="its memory is the host's")
+@pytest.mark.parametrize("handle", [0, 7])
+def test_torchs_memory_comes_from_the_stream_that_uses_it(monkeypatch, handle):
+    """torch takes handle 0 of an external stream for "give me one of yours", whose memory other work may get too soon."""
+    used = []
+    fake = SimpleNamespace(
+        device=lambda *_: "cuda:0", float32="float32", empty=lambda shape, dtype, device: (shape, dtype),
+        cuda=SimpleNamespace(ExternalStream=lambda pointer, _: f"external {pointer}" if pointer else "one of the pool",
+                             default_stream=lambda _: "default", stream=lambda which: used.append(which) or nullcontext()))
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    monkeypatch.setattr(device.cuda, "current_context", lambda: SimpleNamespace(device=SimpleNamespace(id=0)))
+    assert device.Memory("torch", handle).empty((2, 3), "float32") == ((2, 3), "float32")
+    assert used == ["external 7" if handle else "default"]
+
+
+def test_sizes_are_rounded_to_four_per_power_of_two():
+    assert [rounded(n) for n in (0, 1, 512, 513, 4096, 4097, 5120, 5121, 2**30 + 1)] == [
+        0, 512, 512, 1024, 4096, 5120, 5120, 6144, 2**30 + 2**28]
+    for n in range(1, 5000, 7):
+        assert n <= rounded(n) <= max(n + 511, n * 1.25 + 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------- bytes

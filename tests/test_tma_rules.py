@@ -75,10 +75,10 @@ def test_a_tile_is_what_the_instructions_take(tile):
 
 
 def test_arrivals_that_complete_a_phase():
-    """Once for what one warp brings; by the 8 math warps, and for an item by the key warp besides, for what they are done with."""
+    """Of one lane or of 32 for what they bring; of the 8 math warps, and for an item the key warp, for what they are done with."""
     for tile in TILES:
         q, kv = tile.num_q_stages, tile.num_kv_stages
-        want = [1] * q + [8 + 1] * q + [1] * q + [1] * kv + [8] * kv
+        want = [32] * q + [8 + 1] * q + [1] * q + [1] * kv + [8] * kv
         assert [arrivals_of(barrier, q, kv) for barrier in range(tile.num_barriers)] == want
         places = [(start - tile.q_full) // 8 for start in (tile.q_full, tile.q_empty, tile.item_full, tile.kv_full, tile.kv_empty)]
         assert places == [0, q, 2 * q, 3 * q, 3 * q + kv]

@@ -1,0 +1,282 @@
+"""What a call launches: its plan, its scratch, its kernels with their arguments, in order.
+
+arguments -> `problem.check_call` -> `Plan` -> scratch and launches. The kernels of each stage have a module of their own.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from . import rows, sampled_selection, scoring, selection
+from .device import MAX_GRID, Launch, clear, kernel_array, row_range
+from .problem import ArrayView, Call, describe
+
+if not scoring.SIMULATED:                     # the simulator knows no PTX
+    from . import ptx, tile_schedule, tma_scoring, tma_tile, wgmma_scoring
+
+
+class Step(Protocol):
+    """Something that is put on a stream: a `Launch`, a `Clear`."""
+
+    def enqueue(self, handle: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Clear:
+    """Zeroes device memory."""
+
+    address: int
+    num_bytes: int
+
+    def enqueue(self, handle: int) -> None:
+        clear(self.address, self.num_bytes, handle)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call launches and how much scratch it takes: everything the launches know.
+
+    Attributes
+    ----------
+    num_multiprocessors : int
+        Of the device.
+    tile : ScoreTile
+        Of the portable scorer.
+    tma : TmaTile or None
+        Of the Hopper scorer, where it takes the call.
+    rows_per_chunk : int
+        Rows of the score matrix held at a time.
+    width : int
+        Columns of the score matrix, W, at least 1.
+    num_splits : int
+        Blocks that share the key tiles of a row, but for the Hopper scorer.
+    skip_up_to : int
+        Rows with at most so many candidates need no scores: all are selected.
+    num_pieces : int
+        Blocks that share a row in selection; 0 for the portable kernel, which has one block per row.
+    rank_width : int
+        Entries per row that are sorted; 0 for order "index".
+    select_shared_bytes : int
+        Dynamic shared memory of a block of the sampled selection.
+    """
+
+    num_multiprocessors: int
+    tile: scoring.ScoreTile
+    tma: tma_tile.TmaTile | None
+    rows_per_chunk: int
+    width: int
+    num_splits: int
+    skip_up_to: int
+    num_pieces: int
+    rank_width: int
+    select_shared_bytes: int
+
+    @classmethod
+    def of(cls, call: Call, num_multiprocessors: int, shared_bytes_limit: int, *, with_scores: bool, use_tma: bool = False,
+           tokens_per_request: int | None = None) -> Plan:
+        """The plan for a checked call on such a device.
+
+        Parameters
+        ----------
+        with_scores : bool
+            Whether scores are part of its result.
+        use_tma : bool
+            Whether the Hopper scorer takes it.
+        tokens_per_request : int, optional
+            What that one's tile is made for. Default: the call's mean.
+        """
+        tile = scoring.score_tile(call.num_heads)
+        width = max(1, call.width)
+        num_tiles = -(-width // tile.block_kv)
+        num_rows = min(call.rows_per_chunk, MAX_GRID)
+        num_splits = min(scoring.splits_per_row(num_rows, num_tiles, num_multiprocessors), MAX_GRID // num_rows)
+        by_score = call.order == "score"
+        skip_up_to = 0 if with_scores or by_score else min(call.top_k, width)
+        rank_width = selection.next_power_of_two(max(1, min(call.top_k, width))) if by_score else 0
+        num_pieces = 0
+        if sampled_selection.supports(width, call.top_k, shared_bytes_limit):
+            num_pieces = sampled_selection.pieces_per_row(num_rows, width, num_multiprocessors)
+        tma = None
+        if use_tma:
+            tma = tma_tile.tile_for(call.num_heads, call.q.shape[2], tokens_per_request or -(-call.num_tokens // call.num_requests),
+                                    shared_bytes_limit)
+        select_shared_bytes = sampled_selection.shared_bytes(width)
+        if num_rows * num_pieces <= num_multiprocessors:      # so few that each can have a multiprocessor: it gets more than half
+            select_shared_bytes = max(select_shared_bytes, shared_bytes_limit // 2 + 1024)
+        return cls(num_multiprocessors, tile, tma, num_rows, width, num_splits, skip_up_to, num_pieces, rank_width,
+                   select_shared_bytes)
+
+    @property
+    def scores_shape(self) -> tuple[int, int]:
+        """Of the score matrix, float32."""
+        return self.rows_per_chunk, self.width
+
+    @property
+    def maps_shape(self) -> tuple[int, int]:
+        """Of the Hopper scorer's tensor maps, two per block, uint64."""
+        return self.num_multiprocessors, 2 * ptx.TENSOR_MAP_WORDS
+
+    @property
+    def ranks_shape(self) -> tuple[int, int]:
+        """Of the sort's scratch, uint64."""
+        return self.rows_per_chunk, self.rank_width
+
+    @property
+    def lists_shape(self) -> tuple[int, int]:
+        """Of what the blocks that share a row hand over, uint32."""
+        return (self.rows_per_chunk, 2 * sampled_selection.CAPACITY) if self.num_pieces > 1 else (1, 1)
+
+    @property
+    def zeros_shape(self) -> tuple[int, int]:
+        """Of what is zero before and after every kernel, int32: the Hopper scorer's counters, then the state of shared rows."""
+        return (1 + (self.rows_per_chunk if self.num_pieces > 1 else 1), 2)
+
+    @property
+    def finds_rows(self) -> bool:
+        """Whether scorer and selection find a row's request by themselves: the Hopper scorer, then the sampled selection."""
+        return self.tma is not None and self.num_pieces > 0 and not self.rank_width
+
+    def chunks(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Half-open ranges of tokens that are scored and selected at a time."""
+        return [(start, min(start + self.rows_per_chunk, num_tokens)) for start in range(0, num_tokens, self.rows_per_chunk)]
+
+
+def takes_tma(call: Call, arithmetic: str) -> bool:
+    """Whether the Hopper scorer's fast kernel takes a call whose inputs are on the device."""
+    return arithmetic == "wgmma" and tma_tile.supports(call, call.q, call.keys, call.key_scales)
+
+
+Scratch = Callable[[tuple[int, ...], str], Any]           # (shape, dtype) -> device memory that lasts until the steps have run
+
+
+def select_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out: Any, out_scores: Any,
+                 zeros: ArrayView | None = None) -> list[Step]:
+    """The whole operator, one chunk of rows after the other.
+
+    Parameters
+    ----------
+    call : Call
+        Its inputs are on the device.
+    plan : Plan
+    arithmetic : {"exact", "wgmma"}
+    scratch : callable
+        Of (shape, dtype): gives device memory that lasts until the steps have run.
+    out, out_scores : device array, int32 and float32, [T, top_k]
+        The outputs; `out_scores` may be None.
+    zeros : device array, int32, `Plan.zeros_shape`, optional
+        Memory that holds zeros when the steps begin, as it will when they have run. Default: scratch that is cleared.
+    """
+    steps: list[Step] = []
+    counters = state = None
+    if plan.tma or plan.num_pieces:
+        if zeros is None:
+            zeros = describe("zeros", scratch(plan.zeros_shape, "int32"))
+            steps.append(Clear(zeros.address, 4 * zeros.size))
+        counters, state = zeros.rows(0, 1).sliced(axes=(1,), dtype="uint32"), zeros.rows(1, zeros.shape[0])
+    located = () if plan.finds_rows else _located_rows(call, scratch, steps)
+    memory = scratch(plan.scores_shape, "float32")
+    scores, bits = kernel_array(memory), kernel_array(memory, "uint32")
+    with_scores = int(out_scores is not None)
+    targets = (kernel_array(out), kernel_array(scratch((1, 1), "float32") if out_scores is None else out_scores, "uint32"),
+               with_scores)
+    if plan.num_pieces:
+        pieces = plan.num_pieces, kernel_array(scratch(plan.lists_shape, "int32"), "uint32"), state
+    if plan.rank_width:
+        ranks = kernel_array(scratch(plan.ranks_shape, "uint64"), "uint64")
+    score = _scorer(call, plan, arithmetic, scratch, located, counters, plan.skip_up_to) if call.width else None
+    for start, stop in plan.chunks(call.num_tokens):
+        if score:
+            steps.append(score(start, stop, scores, bits))
+        num_blocks = (stop - start) * max(1, plan.num_pieces)
+        if plan.finds_rows:
+            lengths = kernel_array(call.offsets), kernel_array(call.lengths), int(call.causal), call.kpool, call.width
+            steps.append(Launch(sampled_selection.SELECT_FOUND_ROWS, num_blocks, (bits, *lengths, start, *targets, *pieces),
+                                plan.select_shared_bytes))
+            continue
+        rows_of_chunk = bits, located[1], start, *targets
+        if plan.num_pieces:
+            steps.append(Launch(sampled_selection.SELECT_ROWS_SAMPLED, num_blocks, (*rows_of_chunk, *pieces),
+                                plan.select_shared_bytes))
+        else:
+            steps.append(Launch(selection.SELECT_ROWS, num_blocks, rows_of_chunk))
+        if plan.rank_width:
+            steps.append(Launch(selection.RANK_ROWS, stop - start, (*rows_of_chunk, ranks)))
+    return steps
+
+
+def score_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out: Any, everywhere: bool) -> list[Step]:
+    """Scores of all rows into `out`, float32 [T, W], -inf outside the candidates.
+
+    With `everywhere` all of `out` is -inf first: offsets and lengths that nobody has checked may leave rows to no request's tiles.
+    """
+    steps: list[Step] = []
+    counters = None
+    if plan.tma:
+        zeros = describe("zeros", scratch((1, 2), "int32"))
+        steps.append(Clear(zeros.address, 4 * zeros.size))
+        counters = zeros.sliced(axes=(1,), dtype="uint32")
+    located = _located_rows(call, scratch, steps)
+    scores, bits = kernel_array(out), kernel_array(out, "uint32")
+    steps.append(Launch(rows.FILL_OUTSIDE, call.num_tokens, (bits, located[1], int(everywhere and plan.tma is not None))))
+    score = _scorer(call, plan, arithmetic, scratch, located, counters, 0)
+    for start, stop in plan.chunks(call.num_tokens):
+        steps.append(score(start, stop, row_range(scores, start, stop), row_range(bits, start, stop)))
+    return steps
+
+
+def _located_rows(call: Call, scratch: Scratch, steps: list[Step]) -> tuple[Any, ...]:
+    """Request and candidate count of every token, int32 [T]."""
+    request, candidates = (kernel_array(scratch((call.num_tokens,), "int32")) for _ in range(2))
+    steps.append(Launch(rows.LOCATE_ROWS, -(-call.num_tokens // rows.THREADS),
+                        (kernel_array(call.offsets), kernel_array(call.lengths), int(call.causal), call.kpool, call.width, request,
+                         candidates)))
+    return request, candidates
+
+
+def _scorer(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, located: tuple[Any, ...], counters: Any,
+            skip_up_to: int) -> Callable[[int, int, Any, Any], Launch]:
+    """What all chunks share of a scorer's launch, made once.
+
+    Returns
+    -------
+    function of (start, stop, scores, bits)
+        The launch that puts the scores of the tokens [start, stop) into the first rows of `scores`; `bits` is the same memory.
+    """
+    if plan.tma is not None:
+        return _tma_scorer(call, plan, plan.tma, scratch, counters, skip_up_to)
+    data = (*map(kernel_array, (call.q, call.q_s, call.keys, call.key_scales, call.table)), *located)
+
+    def score(start: int, stop: int, scores: Any, bits: Any) -> Launch:
+        num_blocks = (stop - start) * plan.num_splits
+        if arithmetic == "wgmma":
+            return Launch(wgmma_scoring.SCORE_ROWS, num_blocks, (*data, scores, start, skip_up_to, plan.num_splits))
+        code = scoring.FP8_CODES[call.fp8_dtype]
+        return Launch(scoring.exact_scorer(plan.tile), num_blocks,
+                      (*data, scores, bits, start, skip_up_to, plan.num_splits, code.nan_mask, code.nan_bits,
+                       np.float32(code.unit**2)))
+
+    return score
+
+
+def _tma_scorer(call: Call, plan: Plan, tile: tma_tile.TmaTile, scratch: Scratch, counters: Any,
+                skip_up_to: int) -> Callable[[int, int, Any, Any], Launch]:
+    num_blocks, page_size, _ = call.keys.shape
+    rows_per_copy = min(page_size, tile_schedule.BLOCK_KV)
+    maps = tma_tile.tensor_map(call.q, (tile.block_q, tile.heads)), tma_tile.tensor_map(call.keys, (1, rows_per_copy))
+    table_start, table_end = call.table.extent
+    inputs = (counters, call.q_s, call.key_scales.address, call.key_scales.strides[0], call.offsets, call.lengths, call.table,
+              table_start, table_end - table_start)
+    dimensions = (call.width, num_blocks, rows_per_copy.bit_length() - 1, max(1, page_size // tile_schedule.BLOCK_KV),
+                  int(call.causal), tile_schedule.divisor(call.kpool))
+    bounds = tile_schedule.enough_visible(skip_up_to, call.kpool), tile_schedule.visible_limit(call.width, call.kpool)
+    kernel = tma_scoring.tma_scorer(tile)
+    memory = describe("maps", scratch(plan.maps_shape, "uint64"))
+
+    def score(start: int, stop: int, scores: Any, bits: Any) -> Launch:
+        return Launch(kernel, plan.num_multiprocessors,
+                      (*maps, memory.address, *inputs, scores.address, *dimensions, start, stop, *bounds), tile.shared_bytes)
+
+    return score

@@ -1,0 +1,60 @@
+"""Which request a query token belongs to, and how many candidates it has; what lies outside them.
+
+Whatever offsets and lengths hold, a request is one of them and a count is in [0, W].
+"""
+from __future__ import annotations
+
+from numba import cuda, int32, int64
+from numba.cuda import types
+
+from .device import SIMULATED, Kernel
+from .selection import MINUS_INF_BITS
+
+THREADS = 8 if SIMULATED else 128
+
+
+@cuda.jit(device=True, inline="always")
+def count_candidates(offsets, lengths, request, token, causal, kpool, width):
+    """Candidates of a token of a request, clamped to [0, width]: none where the request's length is negative."""
+    offset = int64(offsets[request])
+    cached = int64(lengths[request])
+    visible = cached + (int64(token) - offset + 1 if causal != 0 else int64(offsets[request + 1]) - offset)
+    count = int64(0)
+    if cached >= 0:
+        count = max(visible, int64(0)) // int64(kpool)
+    return int32(min(count, int64(width)))
+
+
+def _locate_rows(offsets, lengths, causal, kpool, width, row_request, row_candidates):
+    """Request and candidate count of every token, one thread each. The request is the last whose offset is not behind the token."""
+    token = int64(cuda.blockIdx.x) * int64(cuda.blockDim.x) + int64(cuda.threadIdx.x)
+    num_requests = int64(lengths.shape[0])
+    if token < row_request.shape[0]:
+        low, high = int64(0), num_requests
+        while high - low > 1:
+            middle = (low + high) // 2
+            if offsets[middle] <= token:
+                low = middle
+            else:
+                high = middle
+        row_request[token] = low
+        row_candidates[token] = 0
+        if num_requests > 0:
+            row_candidates[token] = count_candidates(offsets, lengths, low, token, causal, kpool, width)
+
+
+def _fill_outside(bits, row_candidates, everywhere):
+    """-inf at and behind each row's candidates, or everywhere; one block per row."""
+    row = int64(cuda.blockIdx.x)
+    first = int64(0) if everywhere != 0 else int64(row_candidates[row])
+    for position in range(first + cuda.threadIdx.x, bits.shape[1], cuda.blockDim.x):
+        bits[row, position] = MINUS_INF_BITS
+
+
+LOCATE_ROWS = Kernel(
+    _locate_rows,
+    (types.Array(types.int32, 1, "A"), types.Array(types.int32, 1, "A"), types.int32, types.int64, types.int64,
+     types.Array(types.int32, 1, "C"), types.Array(types.int32, 1, "C")),
+    THREADS)
+FILL_OUTSIDE = Kernel(_fill_outside, (types.Array(types.uint32, 2, "C"), types.Array(types.int32, 1, "C"), types.int32),
+                      THREADS)
