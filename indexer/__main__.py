@@ -1,8 +1,8 @@
-"""Command line: ``python -m indexer [demo | check | info]``.
+"""Command line: ``python -m indexer [demo | check | bench | info]``.
 
 `demo` runs the operator once at DeepSeek-V3.2's dimensions, `check` compares kernels and oracle bit for bit on random ragged
-batches, `info` says what the kernels would run on. numba is imported inside functions only, and first behind a guard: `demo` and
-`info` work on a machine without a GPU, and on one whose driver or numba-cuda is broken.
+batches, `bench` times the operator next to its peers, `info` says what the kernels would run on. numba is imported inside functions
+only, and first behind a guard: `demo` and `info` work on a machine without a GPU, and on one whose driver or numba-cuda is broken.
 """
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from . import __version__, reference
+from . import bench as benchmark
 from .batches import Batch, make_batch, random_batch
 from .problem import FP8_DTYPES
 
@@ -29,6 +31,7 @@ ORACLE_PAIRS = {"exact": 5_000_000, "wgmma": 600_000}
 SIMULATOR_LIMITS: dict[str, Any] = {"max_new": 3, "max_cached": 12, "max_requests": 3, "heads": (1, 3, 9), "depths": (4, 12),
                                     "pages": (1, 4), "top_ks": (1, 5, 40)}
 PACKAGES = ("numpy", "ml_dtypes", "numba", "numba-cuda", "cuda-bindings")
+PEER_PACKAGES = ("torch", "deep-gemm", "tokenspeed-deepgemm", "flashinfer-python")
 
 
 # ---------------------------------------------------------------------------------------------------------------- target
@@ -359,6 +362,26 @@ class Progress:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+# ----------------------------------------------------------------------------------------------------------------- bench
+
+
+def bench(args: argparse.Namespace) -> int:
+    """The operator and its peers on the shapes of `indexer.bench`: rows compared with the oracle, then times.
+
+    Returns
+    -------
+    int
+        Exit status: 1 after a mismatch, 2 if nothing could be measured.
+    """
+    target = find_target()
+    if target.kind != "gpu":
+        print(f"nothing to measure: no GPU ({target.description})")
+        return 2
+    versions = {"indexer": __version__, **{name: version(name) for name in (*PACKAGES, *PEER_PACKAGES)}, **dict(cuda_versions())}
+    return benchmark.run(args, {"device": target.description, "arithmetic": auto_arithmetic(target, benchmark.FP8),
+                                "versions": versions})
+
+
 # ------------------------------------------------------------------------------------------------------------------ info
 
 
@@ -428,6 +451,12 @@ def _at_least(minimum: int) -> Callable[[str], int]:
     return integer
 
 
+def _new_file(text: str) -> str:
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be in a folder that exists, got {text}")
+    return text
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's own) and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m indexer", description="The FP8 lightning indexer over a paged key cache.")
@@ -444,6 +473,14 @@ def main(argv: list[str] | None = None) -> int:
     checks.add_argument("--max-new", type=_at_least(0), help="at most so many new tokens per request")
     checks.add_argument("--max-cached", type=_at_least(0), help="at most so many cached tokens per request")
     checks.add_argument("--max-requests", type=_at_least(1), help="at most so many requests per batch")
+    times = commands.add_parser("bench", help="times of the operator and its peers on a GPU, with torch")
+    times.set_defaults(run=bench)
+    times.add_argument("--shapes", choices=("decode", "prefill", "all"), default="all", help="which (default all)")
+    times.add_argument("--filter", metavar="TEXT", default="", help="only shapes with this in their names, as in H32 or 64x1")
+    times.add_argument("--reps", type=_at_least(1), default=30, help="timed replays of each (default 30)")
+    times.add_argument("--seed", type=_at_least(0), default=0, help="of the inputs and of the rows compared (default 0)")
+    times.add_argument("--json", metavar="FILE", type=_new_file, help="writes everything measured")
+    times.add_argument("--plot", metavar="FILE.png", type=_new_file, help="draws the medians (extra plot)")
     commands.add_parser("info", help="versions, devices, arithmetic").set_defaults(run=info)
     args = parser.parse_args(argv)
     return int(args.run(args))
