@@ -6,13 +6,14 @@ import oracle
 import pytest
 from arrays import to_cupy, to_host, to_torch
 from assertions import assert_same_bits
+from numba import cuda
 from test_gpu import planted, small
 
 import indexer
 from indexer import sampled_selection
 from indexer.__main__ import to_device as to_numba
 from indexer.batches import make_batch
-from indexer.device import SIMULATED
+from indexer.device import SIMULATED, Memory
 
 if SIMULATED:
     pytest.skip("a plan needs a GPU", allow_module_level=True)
@@ -157,18 +158,25 @@ def test_calls_beyond_the_bounds_are_refused():
 
 
 @on_gpu
-def test_nothing_is_allocated_after_the_first_call():
+def test_nothing_is_allocated_after_the_first_call(monkeypatch):
     torch = pytest.importorskip("torch")
     batch = small(page_size=64)
     plan, arguments = plan_for(batch), batch.arguments(to_torch)
     out = to_torch(np.empty((batch.num_tokens, batch.top_k), np.int32))
     plan(*arguments, out=out)
     torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]
+
+    def refuse(*_, **__):
+        raise AssertionError("a plan has allocated")
+
+    for place, name in ((Memory, "empty"), (Memory, "scratch"), (cuda, "device_array"), (cuda, "to_device")):
+        monkeypatch.setattr(place, name, refuse)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
     for _ in range(1000):
         plan(*arguments, out=out)
     torch.cuda.synchronize()
-    assert (torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]) == before
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert_same_bits(to_host(out), batch.select(oracle.select))
 
 
 @on_gpu
