@@ -157,10 +157,15 @@ def is_capturing(handle: int) -> bool:
 
 
 def wait_for_producers(views: Iterable[ArrayView], handle: int) -> None:
-    """Orders the stream behind the streams on which the views' producers may still be writing; the host does not wait."""
+    """Orders the stream behind the streams on which the views' producers may still be writing; the host does not wait.
+
+    A stream that is being captured cannot wait for what is not: a graph's inputs are written before it is replayed.
+    """
     if SIMULATED:
         return
     producers = {view.stream for view in views if view.stream is not None} - {handle} - ({1} if handle == 0 else set())
+    if producers and is_capturing(handle):
+        producers = {producer for producer in producers if is_capturing(producer)}
     for producer in producers:
         event = cuda.event(timing=False)
         event.record(cuda.external_stream(producer))

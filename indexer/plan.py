@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -116,11 +117,13 @@ class IndexerPlan:
             raise NoDeviceError("a plan needs a GPU, numba's simulator is none")
         self._device = cuda.get_current_device()
         self._context = current_context()
-        self._parts = workspace_parts(self._max_tokens, self._max_candidates, top_k, budget, order, num_multiprocessors())
+        self._parts = workspace_parts(self._max_tokens, self._max_candidates, self._options["top_k"], budget, order,
+                                      num_multiprocessors())
         if workspace is None:
             workspace = cuda.device_array(self.workspace_bytes, np.uint8)
         self._workspace = describe("workspace", workspace)
         self._check_workspace()
+        cuda.synchronize()                    # whatever the memory's owner before may still do to it
         clear(self._workspace.address, self._parts["zeros"], 0)
         cuda.synchronize()
         self._prepared: dict[tuple[Any, ...], tuple[list[Step], list[ArrayView]]] = {}
@@ -191,6 +194,7 @@ class IndexerPlan:
     def _prepare(self, q: Any, q_s: Any, input_row_offsets: Any, out: Any, out_scores: Any, k_collection: PagedKeyCache,
                  layer_idx: int) -> tuple[list[Step], list[ArrayView]]:
         """The steps of a call, and those of its arrays that another stream may still be writing."""
+        describe("out", out)                  # of a plan's call it is no option
         call = check_call(q, q_s, input_row_offsets, k_collection, layer_idx, out=out, out_scores=out_scores, **self._options)
         self._check_bounds(call)
         self._require_own_device(call.views)
@@ -213,7 +217,7 @@ class IndexerPlan:
 
         zeros = ArrayView("zeros", self._workspace.address, plan.zeros_shape, (8, 4), "int32", True, "cuda", None)
         steps = select_steps(call, plan, arithmetic, scratch, out, out_scores, zeros)
-        return steps, [view for view in call.views if view.stream is not None]
+        return steps, [replace(view, owner=None) for view in call.views if view.stream is not None]         # keeps no array alive
 
     def _check_bounds(self, call: Call) -> None:
         for view in call.views:
@@ -241,6 +245,6 @@ def _fingerprint(name: str, array: Any) -> tuple[Any, ...] | None:
     if array is None:
         return None
     torch = sys.modules.get("torch")
-    if torch is not None and type(array) is torch.Tensor:
-        return array.data_ptr(), array.shape, array.stride(), array.dtype, array.layout, array.is_neg()
+    if torch is not None and type(array) is torch.Tensor and array.layout is torch.strided:
+        return array.data_ptr(), array.shape, array.stride(), array.dtype, array.device, array.is_neg()
     return describe(name, array).fingerprint

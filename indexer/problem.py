@@ -91,7 +91,7 @@ class ArrayView:
     @property
     def fingerprint(self) -> tuple[Any, ...]:
         """Equal for two arrays that a kernel cannot tell apart but by their contents."""
-        return self.address, self.shape, self.strides, self.dtype, self.stream
+        return self.address, self.shape, self.strides, self.dtype, self.on_device, self.writeable, self.stream
 
     @property
     def extent(self) -> tuple[int, int]:

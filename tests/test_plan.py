@@ -1,5 +1,8 @@
 """Plans: the bits of the plain function, in a workspace of fixed size, eager and captured, within bounds and refused beyond."""
+import gc
 import threading
+import weakref
+from dataclasses import replace
 
 import numpy as np
 import oracle
@@ -21,7 +24,7 @@ if SIMULATED:
 from indexer import tma_tile
 from indexer.launches import Plan
 from indexer.plan import IndexerPlan, workspace_parts
-from indexer.problem import check_call
+from indexer.problem import check_call, describe
 
 
 def on_gpu(test):
@@ -90,6 +93,15 @@ def planned(plan, batch, to=to_torch, with_scores=False):
     return to_host(out), to_host(out_scores) if with_scores else None
 
 
+def test_a_remembered_call_is_told_apart_by_all_that_was_checked():
+    view = describe("out", np.zeros((2, 3), np.int32))
+    others = [replace(view, address=view.address + 4), replace(view, shape=(3, 3)), replace(view, strides=(4, 8)),
+              replace(view, dtype="float32"), replace(view, on_device=True), replace(view, writeable=False),
+              replace(view, stream=7)]
+    assert len({view.fingerprint, *(other.fingerprint for other in others)}) == 8
+    assert replace(view, owner=None, name="q", library="torch").fingerprint == view.fingerprint
+
+
 @on_gpu
 @pytest.mark.parametrize("order", ["index", "score"])
 @pytest.mark.parametrize("to", [to_torch, to_cupy, to_numba])
@@ -155,6 +167,29 @@ def test_calls_beyond_the_bounds_are_refused():
         plan(q, q_s, batch.input_row_offsets, cache, out=out)
     with pytest.raises(TypeError, match="k_collection must be a PagedKeyCache"):
         plan(q, q_s, offsets, None, out=out)
+    with pytest.raises(TypeError, match="out must be a NumPy array, a torch tensor"):
+        plan(q, q_s, offsets, cache, out=None)
+
+
+@on_gpu
+def test_a_plan_keeps_no_array_alive():
+    """CuPy's arrays name their stream, which a plan remembers; the arrays themselves may go."""
+    cupy = pytest.importorskip("cupy")
+    batch = small(page_size=64)
+    plan, arguments = plan_for(batch), batch.arguments(to_cupy)
+    out = cupy.zeros((batch.num_tokens, batch.top_k), np.int32)
+    plan(*arguments, out=out)
+    gone = weakref.ref(out)
+    del out
+    gc.collect()
+    assert gone() is None
+
+
+@on_gpu
+def test_numpy_integers_are_bounds_too():
+    batch = small(page_size=64, order="score")
+    plan = plan_for(batch, top_k=np.int64(batch.top_k), max_tokens=np.int32(batch.num_tokens))
+    assert_same_bits(planned(plan, batch)[0], batch.select(oracle.select))
 
 
 @on_gpu
