@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import platform
 import statistics
 import sys
@@ -28,6 +29,7 @@ ARRAYS = ("q", "q_s", "input_row_offsets", "blocks", "scales", "cache_lengths", 
 POISON = 0x7FFFFFFF                           # in `out` before a call: no position
 # What the oracle scores in a few seconds on two cores, in (token, key) pairs of 64 heads x 128.
 ORACLE_PAIRS = {"exact": 5_000_000, "wgmma": 600_000}
+BATCHES = 100                                 # of `check`, unless it is told how many or how long
 SIMULATOR_LIMITS: dict[str, Any] = {"max_new": 3, "max_cached": 12, "max_requests": 3, "heads": (1, 3, 9), "depths": (4, 12),
                                     "pages": (1, 4), "top_ks": (1, 5, 40)}
 PACKAGES = ("numpy", "ml_dtypes", "numba", "numba-cuda", "cuda-bindings")
@@ -225,7 +227,7 @@ def check(args: argparse.Namespace) -> int:
     """GPU functions against the oracle on random ragged batches, bit for bit.
 
     Batch i depends on seed and i alone, and so does how it is run: even ones as host arrays, odd ones as device arrays (metadata
-    too), two of six with `index_scores` besides.
+    too), two of six with `index_scores` besides. With `--hours` the batches go on until the time is up, at least one.
 
     Returns
     -------
@@ -243,8 +245,8 @@ def check(args: argparse.Namespace) -> int:
     reproduce += " ".join(["python -m indexer check", *(f"--{name.replace('_', '-')} {value}" for name, value in options.items())])
     counts = dict.fromkeys(("batches", "requests", "query rows", "scored pairs", "calls", "mismatches"), 0)
     print(f"device        {target.description}")
-    progress = Progress(args.batches)
-    for i in range(args.first, args.first + args.batches):
+    progress = Progress(args.batches or BATCHES, None if args.hours is None else 3600 * args.hours)
+    for i in itertools.count(args.first):
         batch = random_batch(np.random.default_rng([args.seed, i]), **limits)
         with_index_scores = i // 2 % 3 == 0
         differences = compare(batch, on_device=target.kind == "gpu" and i % 2 == 1, with_index_scores=with_index_scores,
@@ -259,7 +261,8 @@ def check(args: argparse.Namespace) -> int:
             progress.clear()
             print(f"mismatch in batch {i}: {reproduce} --first {i} --batches 1")
             print("\n".join(f"  {line}" for line in differences), flush=True)
-        progress.update(counts["batches"], counts["mismatches"])
+        if progress.update(counts["batches"], counts["mismatches"]):
+            break
     progress.clear()
     for name, value in {**counts, "seconds": f"{progress.elapsed:.1f}", "seed": args.seed}.items():
         print(f"{name:12}  {value}")
@@ -333,10 +336,13 @@ class Progress:
     ----------
     total : int
         Batches to come, at least 1.
+    seconds : float, optional
+        Batches come for so long instead, however many.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, seconds: float | None = None) -> None:
         self.total = total
+        self.seconds = seconds
         self.start = time.perf_counter()
         self.on_terminal = sys.stderr.isatty()
         self.twentieths = 0
@@ -346,15 +352,21 @@ class Progress:
         """Seconds since the start."""
         return time.perf_counter() - self.start
 
-    def update(self, done: int, mismatches: int) -> None:
-        """Shows how far it is."""
-        twentieths = 20 * done // self.total
-        text = f"{100 * done // self.total:3} %  {done}/{self.total} batches  {mismatches} mismatches  {self.elapsed:.1f} s"
+    def update(self, done: int, mismatches: int) -> bool:
+        """Shows how far it is; True once no batch is to come."""
+        at, end = done, self.total
+        if self.seconds is not None:              # whole nanoseconds, at most the end
+            end = max(1, int(1e9 * self.seconds))
+            at = min(int(1e9 * self.elapsed), end)
+        twentieths = 20 * at // end
+        of_total = f"/{self.total}" if self.seconds is None else ""
+        text = f"{100 * at // end:3} %  {done}{of_total} batches  {mismatches} mismatches  {self.elapsed:.1f} s"
         if self.on_terminal:
             print(f"\r[{'#' * twentieths:20}] {text}", end="", file=sys.stderr, flush=True)
         elif twentieths > self.twentieths:
             print(text, file=sys.stderr, flush=True)
         self.twentieths = twentieths
+        return at >= end
 
     def clear(self) -> None:
         """Removes the bar, so that something else can be printed."""
@@ -451,6 +463,16 @@ def _at_least(minimum: int) -> Callable[[str], int]:
     return integer
 
 
+def _hours(text: str) -> float:
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = 0.0
+    if not 0 < hours < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+    return hours
+
+
 def _new_file(text: str) -> str:
     if not Path(text).parent.is_dir():
         raise argparse.ArgumentTypeError(f"must be in a folder that exists, got {text}")
@@ -466,7 +488,9 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("demo", help="one ragged batch at DeepSeek-V3.2's dimensions (the default)").set_defaults(run=demo)
     checks = commands.add_parser("check", help="random batches: GPU functions against the oracle, bit for bit")
     checks.set_defaults(run=check)
-    checks.add_argument("--batches", type=_at_least(1), default=100, help="how many (default 100)")
+    extent = checks.add_mutually_exclusive_group()
+    extent.add_argument("--batches", type=_at_least(1), help=f"how many (default {BATCHES})")
+    extent.add_argument("--hours", type=_hours, help="draws batches for so long instead, as in 0.5")
     checks.add_argument("--seed", type=_at_least(0), default=0, help="batch i is drawn from (seed, i) (default 0)")
     checks.add_argument("--first", type=_at_least(0), default=0, help="the first i (default 0)")
     checks.add_argument("--arithmetic", choices=("auto", "exact"), default="auto", help="of the GPU functions (default auto)")

@@ -7,6 +7,7 @@ arrays of other libraries are read through their public attributes.
 from __future__ import annotations
 
 import operator
+import reprlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,9 @@ DEFAULT_SCORES_BUDGET_BYTES = 512 * 2**20
 
 _ENDLESS = 2**40                          # more tokens than any request has, whatever its lengths hold: such a pool is never full
 _ADDRESSABLE = 2**63 - 1                  # bytes of an array
+_SHOWN = 80                               # characters of a value in a message
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = _SHOWN
 
 
 def decode_table(fp8_dtype: str) -> np.ndarray:
@@ -186,14 +190,32 @@ def describe(name: str, array: Any) -> ArrayView:
     if interface is None:
         raise TypeError(f"{name} must be a NumPy array, a torch tensor or an array with __cuda_array_interface__, "
                         f"got {type(array).__name__}")
-    shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
-    strides = interface.get("strides")
-    if strides is None:
-        strides = tuple(dtype.itemsize * int(np.prod(shape[a + 1:], dtype=np.int64)) for a in range(len(shape)))
+    try:
+        shape, dtype = tuple(map(operator.index, interface["shape"])), np.dtype(interface["typestr"])
+        strides, mask, stream = map(interface.get, ("strides", "mask", "stream"))
+        if strides is None:
+            strides = tuple(dtype.itemsize * int(np.prod(shape[a + 1:], dtype=np.int64)) for a in range(len(shape)))
+        strides = tuple(map(operator.index, strides))
+        address, read_only = interface["data"]
+        address = operator.index(address or 0)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TypeError(f"{name} must have a __cuda_array_interface__ with shape, typestr and data, got one of "
+                        f"{type(array).__name__} that gives {_cut(f'{type(error).__name__}: {error}')}") from None
+    if mask is not None:
+        raise TypeError(f"{name} must be an array without a mask, got {type(array).__name__}")
     library = next((name for name in ("numba", "cupy") if name in modules), "cuda")
-    address, read_only = interface["data"]
-    return ArrayView(name, address or 0, shape, tuple(strides), _dtype_name(dtype), True, library, array, not read_only,
-                     interface.get("stream"))
+    return ArrayView(name, address, shape, strides, _dtype_name(dtype), True, library, array, not read_only, stream)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN - 3]}..."
+
+
+def _shown(value: Any) -> str:
+    """A value's repr for a message, short whatever its length, depth or number of digits."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an int of {value.bit_length()} bits"             # Python refuses to print the longest
+    return _cut(_BRIEF.repr(value))
 
 
 def _require_dtype(view: ArrayView, *names: str) -> None:
@@ -241,11 +263,13 @@ def integer(name: str, value: Any, minimum: int | None = None) -> int:
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be an int, got {value!r}")
     try:
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}") from None
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} {_shown(value)}") from None
     if minimum is not None and number < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {number}")
+        raise ValueError(f"{name} must be at least {minimum}, got {_shown(number)}")
     return number
 
 
@@ -253,9 +277,9 @@ def one_of(name: str, value: Any, choices: tuple[str, ...], remark: str = "") ->
     """Raises TypeError or ValueError unless a text argument is one of these."""
     wanted = f"one of {', '.join(map(repr, choices))}{remark}"
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, {wanted}, got {type(value).__name__} {value!r}")
+        raise TypeError(f"{name} must be a str, {wanted}, got {type(value).__name__} {_shown(value)}")
     if value not in choices:
-        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+        raise ValueError(f"{name} must be {wanted}, got {_shown(value)}")
 
 
 def fp8_name(name: str, dtype: Any, remark: str = "") -> str:
@@ -272,12 +296,12 @@ def fp8_name(name: str, dtype: Any, remark: str = "") -> str:
     if not isinstance(text, str):
         try:
             text = np.dtype(dtype).name
-        except (TypeError, ValueError):
-            text = repr(dtype)
+        except Exception:                         # whatever NumPy raises on its way through the value
+            text = _shown(dtype)
     text = text.removeprefix("torch.")
     if text not in FP8_DTYPES:
         why = " (its products span more than a float64, so it has no exact sum yet)" if text == "float8_e5m2" else ""
-        raise TypeError(f"{name} must be {' or '.join(FP8_DTYPES)}{remark}, got {text}{why}")
+        raise TypeError(f"{name} must be {' or '.join(FP8_DTYPES)}{remark}, got {_cut(text)}{why}")
     return text
 
 
@@ -547,10 +571,10 @@ def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, laye
     scores_budget_bytes = integer("scores_budget_bytes", scores_budget_bytes, 1)
     one_of("mask", mask, MASKS)
     one_of("order", order, ORDERS)
-    if host_only or arithmetic != "auto":
+    if host_only or not (isinstance(arithmetic, str) and arithmetic == "auto"):
         one_of("arithmetic", arithmetic, ARITHMETICS, " (on the GPU 'auto' too)")
     if arithmetic == "wgmma" and cache.fp8_dtype != "float8_e4m3fn":
-        raise ValueError(f'arithmetic "wgmma" needs float8_e4m3fn keys, got {cache.fp8_dtype}')
+        raise ValueError(f'arithmetic must be "exact" unless the keys are float8_e4m3fn, got "wgmma" for {cache.fp8_dtype}')
 
     # shapes
     _, _, num_layers, page_size, _, head_dim = blocks.shape
@@ -560,11 +584,11 @@ def check_call(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, laye
     if not 1 <= num_heads <= MAX_POSITION or num_tokens > MAX_POSITION:
         raise ValueError(f"q must have shape [T, H, D] with H of at least 1 and both at most {MAX_POSITION}, got {list(q.shape)}")
     if 4 * max(1, num_tokens) * top_k > _ADDRESSABLE:
-        raise ValueError(f"top_k must leave T x top_k int32 within {_ADDRESSABLE} bytes (T = {num_tokens}), got {top_k}")
+        raise ValueError(f"top_k must leave T x top_k int32 within {_ADDRESSABLE} bytes (T = {num_tokens}), got {_shown(top_k)}")
     _require_shape(q_s, "[T, H]", (num_tokens, num_heads))
     _require_shape(offsets, "[B + 1]", (num_requests + 1,))
     if not 0 <= layer_idx < num_layers:
-        raise ValueError(f"layer_idx must be in [0, L) = [0, {num_layers}), got {layer_idx}")
+        raise ValueError(f"layer_idx must be in [0, L) = [0, {num_layers}), got {_shown(layer_idx)}")
     for view in (q, q_s, offsets):
         _require_layout(view)
     for view in outputs:
@@ -601,7 +625,7 @@ def _check_places(inputs: list[ArrayView], outputs: list[ArrayView]) -> None:
     for i, view in enumerate(outputs):
         for other in inputs + outputs[:i]:
             (start, end), (other_start, other_end) = view.extent, other.extent
-            if view.on_device == other.on_device and start < other_end and other_start < end:
+            if view.on_device == other.on_device and max(start, other_start) < min(end, other_end):
                 raise ValueError(f"{view.name} must not overlap {other.name}, got memory [{start:#x}, {end:#x}) and "
                                  f"[{other_start:#x}, {other_end:#x})")
 

@@ -127,6 +127,16 @@ def test_check_runs_in_the_simulator():
     assert done.stderr.splitlines()[-1].startswith("100 %  2/2 batches  0 mismatches")
 
 
+def test_check_for_a_time_runs_in_the_simulator():
+    done = python("-m", "indexer", "check", "--hours", "1e-6", "--seed", "4", NUMBA_ENABLE_CUDASIM="1")       # 3.6 ms
+    assert done.returncode in (0, 2), done.stdout + done.stderr              # 2: no query rows in the first batches
+    found = labelled(done.stdout)
+    batches = [random_batch(np.random.default_rng([4, i]), **cli.SIMULATOR_LIMITS) for i in range(int(found["batches"]))]
+    assert int(found["query rows"]) == sum(batch.num_tokens for batch in batches)
+    assert found["mismatches"] == "0"
+    assert done.stderr.splitlines()[-1].startswith(f"100 %  {found['batches']} batches  0 mismatches")
+
+
 def test_device_arrays_in_the_simulator():
     """What `check` and `demo` do with device arrays, metadata included; W is a bound there, wider than the oracle's."""
     done = python("-c", """if True:
@@ -151,7 +161,10 @@ def test_on_a_gpu_the_demo_agrees_and_check_finds_nothing(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("argv", [["no-such-command"], ["check", "--batches", "0"], ["check", "--seed", "-1"],
-                                  ["check", "--batches", "x"], ["check", "--arithmetic", "no-such-arithmetic"]])
+                                  ["check", "--batches", "x"], ["check", "--arithmetic", "no-such-arithmetic"],
+                                  ["check", "--hours", "0"], ["check", "--hours", "nan"],
+                                  ["check", "--hours", "inf"], ["check", "--hours", "x"],
+                                  ["check", "--hours", "1", "--batches", "100"]])
 def test_bad_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stopped:
         cli.main(argv)
@@ -313,6 +326,49 @@ def test_check_exits_with_0_and_counts(monkeypatch: pytest.MonkeyPatch, capsys: 
                 "scored pairs": sum(int(batch.candidates.sum()) for batch in batches),
                 "calls": 20 + 7, "mismatches": 0, "seed": 3}                  # index_scores: 6, 7, 12, 13, 18, 19, 24
     assert {name: int(found[name]) for name in expected} == expected
+
+
+class Clock:
+    """Time in which a batch takes 90 seconds: it passes with every batch drawn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.drawn = 1000.0, 0
+        monkeypatch.setattr(cli.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(cli, "random_batch", self.random_batch)
+
+    def random_batch(self, rng: np.random.Generator, **limits: Any) -> Batch:
+        self.now, self.drawn = self.now + 90, self.drawn + 1
+        return random_batch(rng, **limits)
+
+
+@pytest.mark.parametrize(("hours", "num_batches"), [("0.5", 20), ("0.51", 21), ("1e-9", 1)])
+def test_check_for_a_time_stops_when_it_is_up_and_counts(hours: str, num_batches: int, monkeypatch: pytest.MonkeyPatch,
+                                                         capsys: pytest.CaptureFixture[str]):
+    plant(monkeypatch, None)
+    clock = Clock(monkeypatch)
+    status = cli.main(["check", "--hours", hours, "--first", "5", "--seed", "3"])
+    text = capsys.readouterr()
+    found = labelled(text.out)
+    batches = [random_batch(np.random.default_rng([3, i]), **cli.SIMULATOR_LIMITS) for i in range(5, 5 + num_batches)]
+    expected = {"batches": num_batches, "query rows": sum(batch.num_tokens for batch in batches),
+                "scored pairs": sum(int(batch.candidates.sum()) for batch in batches), "mismatches": 0, "seed": 3}
+    assert {name: int(found[name]) for name in expected} == expected
+    assert status == (0 if expected["query rows"] else 2)
+    assert (clock.drawn, found["seconds"]) == (num_batches, f"{90 * num_batches}.0")
+    assert text.err.splitlines()[-1] == f"100 %  {num_batches} batches  0 mismatches  {90 * num_batches}.0 s"
+    assert len(text.err.splitlines()) <= 20
+
+
+def test_check_for_a_time_goes_on_after_a_mismatch_and_says_how_to_reproduce(monkeypatch: pytest.MonkeyPatch,
+                                                                             capsys: pytest.CaptureFixture[str]):
+    plant(monkeypatch, "index")
+    Clock(monkeypatch)
+    assert cli.main(["check", "--hours", "0.5", "--seed", "3"]) == 1
+    text = capsys.readouterr().out
+    reported = re.findall(r"^mismatch in batch (\d+): NUMBA_ENABLE_CUDASIM=1 python -m indexer (.*)$", text, re.MULTILINE)
+    assert len(reported) == int(labelled(text)["mismatches"]) > 1
+    assert [command for _, command in reported] == [f"check --seed 3 --first {number} --batches 1" for number, _ in reported]
+    assert cli.main(reported[-1][1].split()) == 1
 
 
 def test_check_of_nothing_but_empty_batches_does_not_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

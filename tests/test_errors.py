@@ -272,10 +272,38 @@ WRONG_SCALARS = [
     refusal(f"{name}-{type(value).__name__}", TypeError, [f"{name} must be a str", f"{value!r}"], given(**{name: value}))
     for name in ("mask", "order", "arithmetic") for value in (None, 0, b"causal")
 ] + [
-    refusal("wgmma-fnuz", ValueError, ["wgmma", "float8_e4m3fn ", "got float8_e4m3fnuz"],
+    refusal("wgmma-fnuz", ValueError, ['arithmetic must be "exact"', "float8_e4m3fn,", 'got "wgmma" for float8_e4m3fnuz'],
             lambda a: {"arithmetic": "wgmma", "q": a["q"].view(FNUZ), "blocks": a["blocks"].view(FNUZ), "fp8_dtype": FNUZ}),
-    refusal("wgmma-fnuz-bytes", ValueError, ["wgmma", "float8_e4m3fn ", "got float8_e4m3fnuz"],
+    refusal("wgmma-fnuz-bytes", ValueError, ['arithmetic must be "exact"', "float8_e4m3fn,", 'got "wgmma" for float8_e4m3fnuz'],
             lambda a: {"arithmetic": "wgmma", "q": a["q"].view(np.uint8), "fp8_dtype": FNUZ}, fused=True),
+]
+
+LONG = 10**5000                             # more digits than Python prints
+
+
+def nested(depth):
+    """A tuple so deep that neither its repr nor NumPy gets through it."""
+    value = ()
+    for _ in range(depth):
+        value = (value, 1)
+    return value
+
+
+WRONG_SCALARS += [
+    refusal(f"{name}-of-5000-digits", ValueError, [f"{name} must", "got an int of 16610 bits"], given(**{name: value}))
+    for name, value in (("layer_idx", LONG), ("top_k", LONG), ("kpool", -LONG), ("scores_budget_bytes", -LONG),
+                        ("max_prompt_length", -LONG), ("max_context_length", -LONG))
+] + [
+    refusal(f"{name}-long-{type(value).__name__}", error, [f"{name} must be", "...", *words], given(**{name: value}))
+    for name, value, error, words in (
+        ("top_k", "1" * 10**4, TypeError, ["an int, got str '11"]), ("kpool", [0] * 10**4, TypeError, ["an int, got list [0, 0"]),
+        ("layer_idx", nested(5000), TypeError, ["an int, got tuple ("]), ("mask", "x" * 10**4, ValueError, ["got 'xx"]),
+        ("order", nested(5000), TypeError, ["got tuple ("]), ("fp8_dtype", "x" * 10**4, TypeError, ["got xx"]),
+        ("fp8_dtype", nested(5000), TypeError, ["got ("]))
+] + [
+    refusal("arithmetic-array", TypeError, ["arithmetic must be a str", "got ndarray array(["],
+            given(arithmetic=np.array(["auto", "auto"]))),
+    refusal("top_k-masked", TypeError, ["top_k must be an int", "got MaskedArray"], given(top_k=np.ma.array(TOP_K, mask=True))),
 ]
 
 WRONG_SHAPES = [
@@ -491,6 +519,7 @@ def test_refusal(error, words, change, fused):
                 call(kind, function, args)
             assert raised.type is error, raised.value
             messages.append(str(raised.value))
+            assert len(messages[-1]) < 400
             missing = [word for word in words if word not in messages[-1]]
             assert not missing, f"{missing} not in {messages[-1]!r}"
         assert messages[0] == messages[1]
@@ -597,6 +626,29 @@ class DeviceArray:
 def on_device(names):
     """A change: these arguments on a device."""
     return lambda a: {name: DeviceArray(a[name], (1 << 40) + (i << 20)) for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("interface", [
+    "text", {"shape": (2,), "typestr": "|u1"}, {"shape": 2, "typestr": "|u1", "data": (64, False)},
+    {"shape": ("2",), "typestr": "|u1", "data": (64, False)}, {"shape": (2,), "typestr": "no-type", "data": (64, False)},
+    {"shape": (2,), "typestr": "|u1", "data": (64, False), "strides": 1}, {"shape": (2,), "typestr": "|u1", "data": 64},
+], ids=["text", "no-data", "shape", "axis", "typestr", "strides", "data"])
+@pytest.mark.parametrize("name", ["q", "blocks", "lookup_table", "out"])
+def test_a_malformed_interface_is_refused(name, interface):
+    args = valid_arguments()
+    args[name] = type("Array", (), {"__cuda_array_interface__": interface})()
+    for function in FUNCTIONS["select"]:
+        with pytest.raises(TypeError, match=rf"^{name} must have a __cuda_array_interface__ with shape, typestr and data, got "):
+            call("select", function, args)
+
+
+def test_an_interface_with_a_mask_is_refused():
+    args = valid_arguments()
+    args["q_s"] = DeviceArray(args["q_s"])
+    args["q_s"].__cuda_array_interface__["mask"] = DeviceArray(np.ones((5, 2), bool))
+    for function in FUNCTIONS["select"]:
+        with pytest.raises(TypeError, match=r"^q_s must be an array without a mask, got DeviceArray"):
+            call("select", function, args)
 
 
 @pytest.mark.parametrize("names", [
@@ -789,6 +841,15 @@ def test_rows_behind_kpool_need_no_pages():
     for kind in FUNCTIONS:
         assert_accepted(kind, args)
     assert call("select", FUNCTIONS["select"][0], args).tolist() == [[-1] * TOP_K] * 5
+
+
+def test_empty_arrays_overlap_nothing():
+    """An empty table whose address lies inside an output."""
+    args = {**valid_arguments(), "kpool": 2**40}
+    args["lookup_table"] = args["out"].view(np.uint32)[1:4, :0]
+    for function in FUNCTIONS["select"]:
+        with may_lack_device() if function is FUNCTIONS["select"][1] else contextlib.nullcontext():
+            assert (call("select", function, args) == -1).all()
 
 
 def test_longest_position_is_legal():
