@@ -5,8 +5,11 @@ library that the arrays came from, for the length of the call.
 """
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from .device import (
     Memory,
@@ -14,6 +17,7 @@ from .device import (
     has_wgmma,
     is_capturing,
     max_shared_bytes,
+    naming_memory,
     num_multiprocessors,
     on_device_of,
     stream_handle,
@@ -75,6 +79,8 @@ def mla_indexer_ragged_float8_paged(
         See `indexer.problem.check_call`; nothing is written before an error.
     NoDeviceError
         If there is no GPU.
+    MemoryError
+        If the device has not the memory; says for how many bytes, and what bounds them.
     """
     call = check_call(q, q_s, input_row_offsets, k_collection, layer_idx, mask=mask, kpool=kpool, arithmetic=arithmetic,
                       top_k=top_k, scores_budget_bytes=scores_budget_bytes, order=order, out=out, out_scores=out_scores)
@@ -106,14 +112,14 @@ def index_scores(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, la
 
     Raises
     ------
-    TypeError, ValueError, NoDeviceError
+    TypeError, ValueError, NoDeviceError, MemoryError
         As `mla_indexer_ragged_float8_paged`.
     """
     call = check_call(q, q_s, input_row_offsets, k_collection, layer_idx, mask=mask, kpool=kpool, arithmetic=arithmetic,
                       scores_only=True)
     with on_device_of(call.views):
         work = _Work(call, stream)
-        scores = work.memory.empty((call.num_tokens, call.width), "float32")
+        scores = work.output(None, (call.num_tokens, call.width), "float32")
         if call.num_tokens and call.width:
             is_unchecked = call.offsets.on_device or call.lengths.on_device
             work.run(score_steps(work.call, work.plan(with_scores=True), work.arithmetic, work.scratch, scores, is_unchecked))
@@ -179,7 +185,10 @@ class _Work:
 
     def output(self, given: ArrayView | None, shape: tuple[int, int], dtype: str) -> Any:
         """The caller's array where it is on the device, else a new one."""
-        return given.owner if given is not None and given.on_device else self.memory.empty(shape, dtype)
+        if given is not None and given.on_device:
+            return given.owner
+        with naming_memory(f"{math.prod(shape) * np.dtype(dtype).itemsize} bytes of output"):
+            return self.memory.empty(shape, dtype)
 
     def deliver(self, array: Any, view: ArrayView | None) -> Any:
         """What the caller gets of a device array: itself, or a host array in which it has been copied."""
@@ -201,7 +210,10 @@ class _Work:
 
     def scratch(self, shape: tuple[int, ...], dtype: str) -> Any:
         """Memory that lasts as long as this object."""
-        self._scratch.append(self.memory.scratch(shape, dtype))
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        with naming_memory(f"{num_bytes} bytes of scratch, the most of which scores_budget_bytes bounds "
+                           f"({self.call.scores_budget_bytes} here),"):
+            self._scratch.append(self.memory.scratch(shape, dtype))
         return self._scratch[-1]
 
     def run(self, steps: list[Step]) -> None:

@@ -10,7 +10,7 @@ import functools
 import importlib
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,6 +228,18 @@ class Memory:
     def upload(self, view: ArrayView) -> Any:
         """A contiguous copy of a host array on the device, in stream order."""
         return cuda.to_device(np.ascontiguousarray(view.numpy()), stream=numba_stream(self.handle))
+
+
+@contextlib.contextmanager
+def naming_memory(what: str) -> Iterator[None]:
+    """Turns whatever a library raises for want of memory into a MemoryError that says for what, and what bounds it."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__} {error}".lower().replace("_", " ").replace("outofmemory", "out of memory")
+        if isinstance(error, MemoryError) or "out of memory" in text:
+            raise MemoryError(f"{what} could not be allocated on the device") from error
+        raise
 
 
 def rounded(num_bytes: int) -> int:

@@ -17,6 +17,7 @@ from .device import (
     clear,
     current_context,
     max_shared_bytes,
+    naming_memory,
     num_multiprocessors,
     on_device_of,
     require_device,
@@ -90,6 +91,8 @@ class IndexerPlan:
         For an argument of another kind or out of range, or a workspace that is too small or elsewhere.
     NoDeviceError
         If there is no GPU.
+    MemoryError
+        If the device has not the memory for the workspace.
 
     Notes
     -----
@@ -120,7 +123,9 @@ class IndexerPlan:
         self._parts = workspace_parts(self._max_tokens, self._max_candidates, self._options["top_k"], budget, order,
                                       num_multiprocessors())
         if workspace is None:
-            workspace = cuda.device_array(self.workspace_bytes, np.uint8)
+            with naming_memory(f"{self.workspace_bytes} bytes of workspace, of which scores_budget_bytes bounds "
+                               f"{self._parts['scores']},"):
+                workspace = cuda.device_array(self.workspace_bytes, np.uint8)
         self._workspace = describe("workspace", workspace)
         self._check_workspace()
         cuda.synchronize()                    # whatever the memory's owner before may still do to it

@@ -166,6 +166,25 @@ def test_torchs_memory_comes_from_the_stream_that_uses_it(monkeypatch, handle):
     assert used == ["external 7" if handle else "default"]
 
 
+class OutOfMemoryError(RuntimeError):
+    """As torch names it."""
+
+
+@pytest.mark.parametrize("error", [
+    OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), MemoryError(), RuntimeError("CUDA_ERROR_OUT_OF_MEMORY"),
+    RuntimeError("[2] Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY")])
+def test_want_of_memory_is_one_kind_of_error(error):
+    with pytest.raises(MemoryError, match="4096 bytes of scratch could not be allocated on the device") as found, \
+            device.naming_memory("4096 bytes of scratch"):
+        raise error
+    assert found.value.__cause__ is error
+
+
+def test_other_errors_stay_as_they_are():
+    with pytest.raises(RuntimeError, match=r"^illegal address$"), device.naming_memory("4096 bytes of scratch"):
+        raise RuntimeError("illegal address")
+
+
 def test_sizes_are_rounded_to_four_per_power_of_two():
     assert [rounded(n) for n in (0, 1, 512, 513, 4096, 4097, 5120, 5121, 2**30 + 1)] == [
         0, 512, 512, 1024, 4096, 5120, 5120, 6144, 2**30 + 2**28]
