@@ -12,11 +12,13 @@ from .problem import PagedKeyCache
 
 if TYPE_CHECKING:
     from .cuda_kernels import default_arithmetic, index_scores, mla_indexer_ragged_float8_paged
+    from .device import NoDeviceError
     from .plan import IndexerPlan
 
 __version__ = "0.1.0"
-__all__ = ["IndexerPlan", "PagedKeyCache", "default_arithmetic", "index_scores", "mla_indexer_ragged_float8_paged", "reference"]
-_LAZY = {"IndexerPlan": "plan", "default_arithmetic": "cuda_kernels", "index_scores": "cuda_kernels",
+__all__ = ["IndexerPlan", "NoDeviceError", "PagedKeyCache", "default_arithmetic", "index_scores", "mla_indexer_ragged_float8_paged",
+           "reference"]
+_LAZY = {"IndexerPlan": "plan", "NoDeviceError": "device", "default_arithmetic": "cuda_kernels", "index_scores": "cuda_kernels",
          "mla_indexer_ragged_float8_paged": "cuda_kernels"}
 
 

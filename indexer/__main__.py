@@ -232,11 +232,11 @@ def check(args: argparse.Namespace) -> int:
     Returns
     -------
     int
-        Exit status: 1 after a mismatch, 2 if nothing could be compared.
+        Exit status: 1 after a mismatch, 2 if nothing could be compared, 130 if it was interrupted.
     """
     target = find_target()
     if target.kind == "none":
-        print(f"nothing to compare: no GPU ({target.description})")
+        print(f"nothing to compare: no GPU ({target.description}); NUMBA_ENABLE_CUDASIM=1 runs the kernels in numba's simulator")
         return 2
     given = {name: getattr(args, name) for name in ("max_new", "max_cached", "max_requests") if getattr(args, name) is not None}
     limits = {**(SIMULATOR_LIMITS if target.kind == "simulator" else {}), **given}
@@ -246,28 +246,34 @@ def check(args: argparse.Namespace) -> int:
     counts = dict.fromkeys(("batches", "requests", "query rows", "scored pairs", "calls", "mismatches"), 0)
     print(f"device        {target.description}")
     progress = Progress(args.batches or BATCHES, None if args.hours is None else 3600 * args.hours)
-    for i in itertools.count(args.first):
-        batch = random_batch(np.random.default_rng([args.seed, i]), **limits)
-        with_index_scores = i // 2 % 3 == 0
-        differences = compare(batch, on_device=target.kind == "gpu" and i % 2 == 1, with_index_scores=with_index_scores,
-                              arithmetic=args.arithmetic)
-        counts["batches"] += 1
-        counts["requests"] += len(batch.new_tokens)
-        counts["query rows"] += batch.num_tokens
-        counts["scored pairs"] += int(batch.candidates.sum())
-        counts["calls"] += 2 if with_index_scores else 1
-        if differences:
-            counts["mismatches"] += 1
-            progress.clear()
-            print(f"mismatch in batch {i}: {reproduce} --first {i} --batches 1")
-            print("\n".join(f"  {line}" for line in differences), flush=True)
-        if progress.update(counts["batches"], counts["mismatches"]):
-            break
+    interrupted = False
+    try:
+        for i in itertools.count(args.first):
+            batch = random_batch(np.random.default_rng([args.seed, i]), **limits)
+            with_index_scores = i // 2 % 3 == 0
+            differences = compare(batch, on_device=target.kind == "gpu" and i % 2 == 1, with_index_scores=with_index_scores,
+                                  arithmetic=args.arithmetic)
+            counts["batches"] += 1
+            counts["requests"] += len(batch.new_tokens)
+            counts["query rows"] += batch.num_tokens
+            counts["scored pairs"] += int(batch.candidates.sum())
+            counts["calls"] += 2 if with_index_scores else 1
+            if differences:
+                counts["mismatches"] += 1
+                progress.clear()
+                print(f"mismatch in batch {i}: {reproduce} --first {i} --batches 1")
+                print("\n".join(f"  {line}" for line in differences), flush=True)
+            if progress.update(counts["batches"], counts["mismatches"]):
+                break
+    except KeyboardInterrupt:                 # the usual end of a long run
+        interrupted = True
     progress.clear()
     for name, value in {**counts, "seconds": f"{progress.elapsed:.1f}", "seed": args.seed}.items():
         print(f"{name:12}  {value}")
     if counts["mismatches"]:
         return 1
+    if interrupted:
+        return 130
     if not counts["query rows"]:
         print("nothing was compared: no query rows were drawn")
         return 2
@@ -474,9 +480,15 @@ def _hours(text: str) -> float:
 
 
 def _new_file(text: str) -> str:
-    if not Path(text).parent.is_dir():
-        raise argparse.ArgumentTypeError(f"must be in a folder that exists, got {text}")
+    if not text or Path(text).is_dir() or not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must name a file in a folder that exists, got {text!r}")
     return text
+
+
+def _new_png(text: str) -> str:
+    if Path(text).suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
+    return _new_file(text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -504,7 +516,7 @@ def main(argv: list[str] | None = None) -> int:
     times.add_argument("--reps", type=_at_least(1), default=30, help="timed replays of each (default 30)")
     times.add_argument("--seed", type=_at_least(0), default=0, help="of the inputs and of the rows compared (default 0)")
     times.add_argument("--json", metavar="FILE", type=_new_file, help="writes everything measured")
-    times.add_argument("--plot", metavar="FILE.png", type=_new_file, help="draws the medians (extra plot)")
+    times.add_argument("--plot", metavar="FILE.png", type=_new_png, help="draws the medians (extra plot)")
     commands.add_parser("info", help="versions, devices, arithmetic").set_defaults(run=info)
     args = parser.parse_args(argv)
     return int(args.run(args))

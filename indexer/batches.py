@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .problem import FP8_DTYPES, PagedKeyCache
+from .problem import FP8_DTYPES, METADATA_DTYPES, PagedKeyCache, integer, one_of
 
 REGIMES = ("gaussian", "bytes", "few-distinct", "all-ties", "relu-plateau", "one-bin", "nan-laced", "infinite-scales")
 NAN_BYTE = {"float8_e4m3fn": 0x7F, "float8_e4m3fnuz": 0x80}
@@ -136,6 +136,14 @@ def make_batch(rng: np.random.Generator, *, new_tokens: list[int], cached: list[
     **options
         Further fields of `Batch`.
     """
+    one_of("regime", regime, REGIMES)
+    one_of("fp8_dtype", fp8_dtype, tuple(FP8_DTYPES))
+    one_of("metadata_dtype", metadata_dtype, METADATA_DTYPES)
+    for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("page_size", page_size), ("num_layers", num_layers),
+                        ("kpool", kpool)):
+        integer(name, value, 1)
+    if len(new_tokens) != len(cached) or min([*new_tokens, *cached], default=0) < 0:
+        raise ValueError(f"new_tokens and cached must be as many, none negative, got {new_tokens} and {cached}")
     cache_rows = [(n + c) // kpool for n, c in zip(new_tokens, cached)]
     pages = [-(-rows // page_size) if n else 0 for n, rows in zip(new_tokens, cache_rows)]
     num_blocks = sum(pages) + spare_blocks

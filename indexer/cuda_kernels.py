@@ -187,7 +187,7 @@ class _Work:
         """The caller's array where it is on the device, else a new one."""
         if given is not None and given.on_device:
             return given.owner
-        with naming_memory(f"{math.prod(shape) * np.dtype(dtype).itemsize} bytes of output"):
+        with naming_memory(f"{math.prod(shape) * np.dtype(dtype).itemsize} bytes of output, T rows of {shape[1]},"):
             return self.memory.empty(shape, dtype)
 
     def deliver(self, array: Any, view: ArrayView | None) -> Any:

@@ -38,8 +38,13 @@ def is_available() -> bool:
 def require_device() -> None:
     """Raises NoDeviceError with the reason when there is no GPU."""
     if not is_available():
-        raise NoDeviceError("no CUDA device is available: install the extra cu12 or cu13 on a machine with an NVIDIA GPU, "
-                            "or call indexer.reference")
+        reason = "NVVM is missing"
+        try:
+            cuda.get_current_device()         # without a driver or a device, its error is the reason
+        except Exception as error:
+            reason = " ".join(str(error).split()).rstrip(" :")
+        raise NoDeviceError(f"no CUDA device is available ({reason}): install the extra cu12 or cu13 on a machine with an NVIDIA "
+                            "GPU, or call indexer.reference")
 
 
 @contextlib.contextmanager
@@ -138,12 +143,13 @@ def stream_handle(stream: Any, library: str, ordinal: int | None = None) -> int:
         if not 0 <= stream < 2**64:
             raise ValueError(f"stream must be a CUstream, in [0, 2**64), got {stream}")
         return stream
-    if hasattr(stream, "__cuda_stream__"):
-        protocol = stream.__cuda_stream__
-        return int((protocol() if callable(protocol) else protocol)[1])
-    for attribute in ("cuda_stream", "ptr", "handle"):
-        if hasattr(stream, attribute):
-            return int(getattr(stream, attribute))
+    with contextlib.suppress(TypeError, ValueError, IndexError):            # of objects that are no streams after all
+        if hasattr(stream, "__cuda_stream__"):
+            protocol = stream.__cuda_stream__
+            return int((protocol() if callable(protocol) else protocol)[1])
+        for attribute in ("cuda_stream", "ptr", "handle"):
+            if hasattr(stream, attribute):
+                return int(getattr(stream, attribute))
     raise TypeError(f"stream must be None, an int or a stream of torch, CuPy, numba or cuda.core, got {type(stream).__name__}")
 
 

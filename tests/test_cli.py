@@ -105,7 +105,7 @@ def test_without_numba_check_has_nothing_to_compare_and_info_says_why(broken_num
     check, info = (python("-m", "indexer", command, **broken_numba) for command in ("check", "info"))
     assert check.returncode == 2, check.stderr
     assert check.stdout.splitlines() == ["nothing to compare: no GPU (numba-cuda cannot be imported: RuntimeError: numba is broken "
-                                         "on purpose)"]
+                                         "on purpose); NUMBA_ENABLE_CUDASIM=1 runs the kernels in numba's simulator"]
     assert info.returncode == 0, info.stderr
     assert labelled(info.stdout)["device"] == "none: numba-cuda cannot be imported: RuntimeError: numba is broken on purpose"
 
@@ -164,7 +164,9 @@ def test_on_a_gpu_the_demo_agrees_and_check_finds_nothing(capsys: pytest.Capture
                                   ["check", "--batches", "x"], ["check", "--arithmetic", "no-such-arithmetic"],
                                   ["check", "--hours", "0"], ["check", "--hours", "nan"],
                                   ["check", "--hours", "inf"], ["check", "--hours", "x"],
-                                  ["check", "--hours", "1", "--batches", "100"]])
+                                  ["check", "--hours", "1", "--batches", "100"],
+                                  ["bench", "--json", "/"], ["bench", "--json", ""], ["bench", "--json", "/no folder/x.json"],
+                                  ["bench", "--plot", "x.pdf"], ["bench", "--plot", "bench"]])
 def test_bad_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stopped:
         cli.main(argv)
@@ -369,6 +371,21 @@ def test_check_for_a_time_goes_on_after_a_mismatch_and_says_how_to_reproduce(mon
     assert len(reported) == int(labelled(text)["mismatches"]) > 1
     assert [command for _, command in reported] == [f"check --seed 3 --first {number} --batches 1" for number, _ in reported]
     assert cli.main(reported[-1][1].split()) == 1
+
+
+def test_an_interrupted_check_says_what_it_has_done(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    plant(monkeypatch, None)
+    drawn = iter([random_batch(np.random.default_rng(i), **cli.SIMULATOR_LIMITS) for i in range(3)])
+
+    def draw(*_: Any, **__: Any) -> Batch:
+        batch = next(drawn, None)
+        if batch is None:
+            raise KeyboardInterrupt
+        return batch
+
+    monkeypatch.setattr(cli, "random_batch", draw)
+    assert cli.main(["check", "--hours", "1"]) == 130
+    assert labelled(capsys.readouterr().out)["batches"] == "3"
 
 
 def test_check_of_nothing_but_empty_batches_does_not_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -6,6 +6,7 @@ error; arguments are checked before a device is touched, so none is needed. What
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import indexer
 from indexer import PagedKeyCache, reference
 from indexer.batches import make_batch
-from indexer.device import NoDeviceError, is_available
+from indexer.device import NoDeviceError, is_available, stream_handle
 
 TOP_K = 3
 SELECT_ONLY = {"top_k", "order", "scores_budget_bytes", "out", "out_scores"}
@@ -705,6 +706,22 @@ def test_metadata_on_the_host_is_checked_beside_device_arrays(names, change, mes
     args, _ = changed(args, change)
     with pytest.raises(ValueError, match=message):
         call("select", FUNCTIONS["select"][1], args)
+
+
+@pytest.mark.parametrize("stream", [SimpleNamespace(__cuda_stream__=None), SimpleNamespace(__cuda_stream__=(0,)),
+                                    SimpleNamespace(ptr="a"), SimpleNamespace(handle=None), "0", 1.5, True])
+def test_what_is_no_stream_is_named(stream):
+    with pytest.raises(TypeError, match=r"^stream must be None, an int or a stream of torch, CuPy, numba or cuda.core, got "):
+        stream_handle(stream, "numba")
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"regime": "foo"}, "regime must be one of"), ({"fp8_dtype": "foo"}, "fp8_dtype must be one of"),
+    ({"kpool": 0}, "kpool must be at least 1, got 0"), ({"page_size": 0}, "page_size must be at least 1"),
+    ({"new_tokens": [-1]}, "new_tokens and cached must be as many, none negative"), ({"cached": [1, 2]}, "as many")])
+def test_batches_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_batch(np.random.default_rng(0), **{"new_tokens": [1], "cached": [5], **options})
 
 
 # ---------------------------------------------------------------------------------------------------------------- accepted
