@@ -22,11 +22,10 @@ import numpy as np
 
 from . import __version__, reference
 from . import bench as benchmark
-from .batches import Batch, make_batch, random_batch
+from .batches import POISON, Batch, make_batch, random_batch
 from .problem import FP8_DTYPES
 
 ARRAYS = ("q", "q_s", "input_row_offsets", "blocks", "scales", "cache_lengths", "lookup_table")     # of a Batch
-POISON = 0x7FFFFFFF                           # in `out` before a call: no position
 # What the oracle scores in a few seconds on two cores, in (token, key) pairs of 64 heads x 128.
 ORACLE_PAIRS = {"exact": 5_000_000, "wgmma": 600_000}
 BATCHES = 100                                 # of `check`, unless it is told how many or how long

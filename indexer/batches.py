@@ -16,6 +16,7 @@ from .problem import FP8_DTYPES, METADATA_DTYPES, PagedKeyCache, integer, one_of
 REGIMES = ("gaussian", "bytes", "few-distinct", "all-ties", "relu-plateau", "one-bin", "nan-laced", "infinite-scales")
 NAN_BYTE = {"float8_e4m3fn": 0x7F, "float8_e4m3fnuz": 0x80}
 UNUSED_ID = 2**31 - 1                         # no cache has that many blocks
+POISON = 0x7FFFFFFF                           # in an output before a call: no position
 
 
 @dataclass(frozen=True)

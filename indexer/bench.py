@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from . import reference
-from .batches import Batch
+from .batches import POISON, Batch
 from .problem import FP8_DTYPES, PagedKeyCache
 
 HEAD_DIM, PAGE_SIZE, TOP_K = 128, 64, 2048
@@ -32,7 +32,6 @@ COPY_BYTES = 2 * 2**30                        # of the copy that measures the me
 MATMUL_SIZE = 8192                            # of the product that measures the tensor cores' roof
 WARM_UPS = 2                                  # replays of each graph that are not counted
 GATE_PAIRS = 262_144                          # (token, key) pairs per shape for the oracle: some seconds of 64 heads
-POISON = 0x7FFFFFFF                           # in the output before a replay: no position
 
 # What is timed: the whole operator, whole pipelines in its place, and a part of them.
 OURS, TORCH_TOPK = "indexer", "torch.topk"

@@ -6,6 +6,7 @@ library that the arrays came from, for the length of the call.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -187,8 +188,7 @@ class _Work:
         """The caller's array where it is on the device, else a new one."""
         if given is not None and given.on_device:
             return given.owner
-        with naming_memory(f"{math.prod(shape) * np.dtype(dtype).itemsize} bytes of output, T rows of {shape[1]},"):
-            return self.memory.empty(shape, dtype)
+        return self._allocated(self.memory.empty, shape, dtype, f"output, T rows of {shape[1]},")
 
     def deliver(self, array: Any, view: ArrayView | None) -> Any:
         """What the caller gets of a device array: itself, or a host array in which it has been copied."""
@@ -210,11 +210,14 @@ class _Work:
 
     def scratch(self, shape: tuple[int, ...], dtype: str) -> Any:
         """Memory that lasts as long as this object."""
-        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-        with naming_memory(f"{num_bytes} bytes of scratch, the most of which scores_budget_bytes bounds "
-                           f"({self.call.scores_budget_bytes} here),"):
-            self._scratch.append(self.memory.scratch(shape, dtype))
+        self._scratch.append(self._allocated(
+            self.memory.scratch, shape, dtype,
+            f"scratch, the most of which scores_budget_bytes bounds ({self.call.scores_budget_bytes} here),"))
         return self._scratch[-1]
+
+    def _allocated(self, allocate: Callable[..., Any], shape: tuple[int, ...], dtype: str, what: str) -> Any:
+        with naming_memory(f"{math.prod(shape) * np.dtype(dtype).itemsize} bytes of {what}"):
+            return allocate(shape, dtype)
 
     def run(self, steps: list[Step]) -> None:
         """Puts them on the stream."""

@@ -170,40 +170,38 @@ def select_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out:
         Memory that holds zeros when the steps begin, as it will when they have run. Default: scratch that is cleared.
     """
     steps: list[Step] = []
-    counters = state = None
+    counters, shared_bytes = None, 0
+    pieces: tuple[Any, ...] = ()
     if plan.tma or plan.num_pieces:
         if zeros is None:
-            zeros = describe("zeros", scratch(plan.zeros_shape, "int32"))
-            steps.append(Clear(zeros.address, 4 * zeros.size))
-        counters, state = zeros.rows(0, 1).sliced(axes=(1,), dtype="uint32"), zeros.rows(1, zeros.shape[0])
+            zeros = _cleared(plan.zeros_shape, scratch, steps)
+        counters = _counters(zeros)
     located = () if plan.finds_rows else _located_rows(call, scratch, steps)
     memory = scratch(plan.scores_shape, "float32")
     scores, bits = kernel_array(memory), kernel_array(memory, "uint32")
     with_scores = int(out_scores is not None)
     targets = (kernel_array(out), kernel_array(scratch((1, 1), "float32") if out_scores is None else out_scores, "uint32"),
                with_scores)
-    if plan.num_pieces:
-        pieces = plan.num_pieces, kernel_array(scratch(plan.lists_shape, "int32"), "uint32"), state
+
+    # what the selections take of the rows, and of the blocks that share one
+    kernel, of_rows = selection.SELECT_ROWS, located[1:]
+    if zeros is not None and plan.num_pieces:
+        kernel = sampled_selection.SELECT_ROWS_SAMPLED
+        pieces = plan.num_pieces, kernel_array(scratch(plan.lists_shape, "int32"), "uint32"), zeros.rows(1, zeros.shape[0])
+        shared_bytes = plan.select_shared_bytes
+    if plan.finds_rows:
+        kernel = sampled_selection.SELECT_FOUND_ROWS
+        of_rows = kernel_array(call.offsets), kernel_array(call.lengths), int(call.causal), call.kpool, call.width
     if plan.rank_width:
         ranks = kernel_array(scratch(plan.ranks_shape, "uint64"), "uint64")
     score = _scorer(call, plan, arithmetic, scratch, located, counters, plan.skip_up_to) if call.width else None
     for start, stop in plan.chunks(call.num_tokens):
         if score:
             steps.append(score(start, stop, scores, bits))
-        num_blocks = (stop - start) * max(1, plan.num_pieces)
-        if plan.finds_rows:
-            lengths = kernel_array(call.offsets), kernel_array(call.lengths), int(call.causal), call.kpool, call.width
-            steps.append(Launch(sampled_selection.SELECT_FOUND_ROWS, num_blocks, (bits, *lengths, start, *targets, *pieces),
-                                plan.select_shared_bytes))
-            continue
-        rows_of_chunk = bits, located[1], start, *targets
-        if plan.num_pieces:
-            steps.append(Launch(sampled_selection.SELECT_ROWS_SAMPLED, num_blocks, (*rows_of_chunk, *pieces),
-                                plan.select_shared_bytes))
-        else:
-            steps.append(Launch(selection.SELECT_ROWS, num_blocks, rows_of_chunk))
+        steps.append(Launch(kernel, (stop - start) * max(1, plan.num_pieces), (bits, *of_rows, start, *targets, *pieces),
+                            shared_bytes))
         if plan.rank_width:
-            steps.append(Launch(selection.RANK_ROWS, stop - start, (*rows_of_chunk, ranks)))
+            steps.append(Launch(selection.RANK_ROWS, stop - start, (bits, *of_rows, start, *targets, ranks)))
     return steps
 
 
@@ -215,9 +213,7 @@ def score_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out: 
     steps: list[Step] = []
     counters = None
     if plan.tma:
-        zeros = describe("zeros", scratch((1, 2), "int32"))
-        steps.append(Clear(zeros.address, 4 * zeros.size))
-        counters = zeros.sliced(axes=(1,), dtype="uint32")
+        counters = _counters(_cleared((1, 2), scratch, steps))
     located = _located_rows(call, scratch, steps)
     scores, bits = kernel_array(out), kernel_array(out, "uint32")
     steps.append(Launch(rows.FILL_OUTSIDE, call.num_tokens, (bits, located[1], int(everywhere and plan.tma is not None))))
@@ -225,6 +221,18 @@ def score_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out: 
     for start, stop in plan.chunks(call.num_tokens):
         steps.append(score(start, stop, row_range(scores, start, stop), row_range(bits, start, stop)))
     return steps
+
+
+def _cleared(shape: tuple[int, int], scratch: Scratch, steps: list[Step]) -> ArrayView:
+    """Scratch, int32, that is zero from here on."""
+    zeros = describe("zeros", scratch(shape, "int32"))
+    steps.append(Clear(zeros.address, 4 * zeros.size))
+    return zeros
+
+
+def _counters(zeros: ArrayView) -> ArrayView:
+    """The Hopper scorer's, uint32 [2]: the first row."""
+    return zeros.rows(0, 1).sliced(axes=(1,), dtype="uint32")
 
 
 def _located_rows(call: Call, scratch: Scratch, steps: list[Step]) -> tuple[Any, ...]:

@@ -33,6 +33,7 @@ from .problem import (
     ArrayView,
     Call,
     PagedKeyCache,
+    c_strides,
     check_call,
     describe,
     integer,
@@ -213,14 +214,13 @@ class IndexerPlan:
 
         def scratch(shape: tuple[int, ...], dtype: str) -> ArrayView:
             nonlocal free
-            strides = tuple(np.dtype(dtype).itemsize * int(np.prod(shape[a + 1:], dtype=np.int64)) for a in range(len(shape)))
-            view = ArrayView("workspace", free, shape, strides, dtype, True, "cuda", self._workspace.owner)
+            view = _memory(free, shape, dtype)
             free += aligned(view.size * view.itemsize)
             if free > end:
                 raise AssertionError(f"a workspace of {self.workspace_bytes} bytes is too small for {plan}")
             return view
 
-        zeros = ArrayView("zeros", self._workspace.address, plan.zeros_shape, (8, 4), "int32", True, "cuda", None)
+        zeros = _memory(self._workspace.address, plan.zeros_shape, "int32")
         steps = select_steps(call, plan, arithmetic, scratch, out, out_scores, zeros)
         return steps, [replace(view, owner=None) for view in call.views if view.stream is not None]         # keeps no array alive
 
@@ -238,6 +238,10 @@ class IndexerPlan:
 
 
 _NAMES = "q", "q_s", "input_row_offsets", "out", "out_scores"
+
+
+def _memory(address: int, shape: tuple[int, ...], dtype: str) -> ArrayView:
+    return ArrayView("workspace", address, shape, c_strides(shape, dtype), dtype, True, "cuda", None)
 
 
 def _library(q: Any) -> str:

@@ -6,6 +6,7 @@ arrays of other libraries are read through their public attributes.
 """
 from __future__ import annotations
 
+import math
 import operator
 import reprlib
 from dataclasses import dataclass, replace
@@ -153,6 +154,11 @@ def _dtype_name(dtype: np.dtype) -> str:
     return dtype.name if dtype.isnative else dtype.str
 
 
+def c_strides(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
+    """Strides of a C-contiguous array, in bytes."""
+    return tuple(np.dtype(dtype).itemsize * math.prod(shape[axis + 1:]) for axis in range(len(shape)))
+
+
 def describe(name: str, array: Any) -> ArrayView:
     """Reads an array's place, shape and dtype without touching its contents.
 
@@ -193,9 +199,7 @@ def describe(name: str, array: Any) -> ArrayView:
     try:
         shape, dtype = tuple(map(operator.index, interface["shape"])), np.dtype(interface["typestr"])
         strides, mask, stream = map(interface.get, ("strides", "mask", "stream"))
-        if strides is None:
-            strides = tuple(dtype.itemsize * int(np.prod(shape[a + 1:], dtype=np.int64)) for a in range(len(shape)))
-        strides = tuple(map(operator.index, strides))
+        strides = c_strides(shape, dtype) if strides is None else tuple(map(operator.index, strides))
         address, read_only = interface["data"]
         address = operator.index(address or 0)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
