@@ -236,25 +236,29 @@ def draw(seed: int, i: int, *, on_gpu: bool, arithmetic: str = "auto", **given: 
     return batch, random_way(rng, batch, on_gpu=on_gpu, arithmetic=arithmetic)
 
 
-def compare(batch: Batch, way: Way) -> list[str]:
-    """What differs between GPU functions and oracle on a batch, and what a call has changed that it must not: a line for each."""
-    from . import default_arithmetic
-    arithmetic = default_arithmetic(batch.fp8_dtype) if way.arithmetic == "auto" else way.arithmetic
-    expected = _poisoned(batch)
-    batch.select(reference.mla_indexer_ragged_float8_paged, arithmetic=arithmetic, out=expected[0], out_scores=expected[1])
-    watched: list[Guarded] = []
-    try:
-        with contextlib.nullcontext() if way.filler is None else filled_memory(way.filler, watched):
-            differences = list(_differences(batch, way, arithmetic, expected, watched))
-    except Exception as error:                # a valid batch: raising is one more way to differ from the oracle
-        return [f"the GPU function raised {one_line(error)}"]
-    return differences + [line for zone in watched for line in zone.changes()]
+@dataclass(frozen=True)
+class Outcome:
+    """What a batch returned in some way.
+
+    Attributes
+    ----------
+    selections : list of (indices, out_scores)
+        Of each call; `out_scores` is None where nobody asked for it.
+    scores : array, float32, [T, W], or None
+        What `index_scores` returned.
+    changes : list of str
+        `Guarded.changes` of everything that was watched.
+    """
+
+    selections: list[tuple[np.ndarray, np.ndarray | None]]
+    scores: np.ndarray | None
+    changes: list[str]
 
 
-def _differences(batch: Batch, way: Way, arithmetic: str, expected: tuple[np.ndarray, np.ndarray],
-                 watched: list[Guarded]) -> Iterator[str]:
-    """`compare`'s lines about results. Every array that a call gets is added to `watched`."""
+def call(batch: Batch, way: Way) -> Outcome:
+    """Calls the GPU functions."""
     from . import index_scores, mla_indexer_ragged_float8_paged
+    watched: list[Guarded] = []
 
     def guarded(name: str, contents: np.ndarray, is_output: bool = False) -> Guarded:
         watched.append(way.guarded(name, contents, is_output))
@@ -262,35 +266,55 @@ def _differences(batch: Batch, way: Way, arithmetic: str, expected: tuple[np.nda
 
     names = {id(getattr(batch, name)): name for name in INPUTS}
     arguments = batch.arguments(lambda array: guarded(names.get(id(array), "pages"), array).array)
-    outputs = [guarded(name, contents, True) for name, contents in zip(("out", "out_scores"), _poisoned(batch))]
-    given = outputs[0] if way.with_out else None, outputs[1] if way.with_scores else None
-    options: dict[str, Any] = {name: output.array for name, output in zip(("out", "out_scores"), given) if output}
-    stream = {}
-    if way.own_stream:
-        from numba import cuda
-        stream = {"stream": cuda.stream()}
-
+    out, out_scores = (guarded(name, contents, True) for name, contents in zip(("out", "out_scores"), _poisoned(batch)))
+    options: dict[str, Any] = {"arithmetic": way.arithmetic}
+    outputs: dict[str, Any] = {**({"out": out.array} if way.with_out else {}),
+                               **({"out_scores": out_scores.array} if way.with_scores else {})}
     select: Any = mla_indexer_ragged_float8_paged
     if way.planned:
         select = _plan(batch, way, watched)
     else:
-        options |= {**batch.options, "arithmetic": way.arithmetic}
-    for _ in range(2 if way.planned else 1):
-        for output in outputs:
-            output.restore()
-        result = select(*arguments, **options, **stream)
-        _finish(way)
-        yield from first_difference("indices", expected[0], given[0].fetch() if given[0] else _on_host(result))
-        if given[1]:
-            yield from first_difference("out_scores", expected[1], given[1].fetch())
-    if way.with_index_scores:
-        score_options: dict[str, Any] = {**batch.score_options, "arithmetic": way.arithmetic, **stream}
-        scores = index_scores(*arguments, **score_options)
-        _finish(way)
+        outputs |= {**batch.options, **options}
+    if way.own_stream:
+        from numba import cuda
+        options["stream"] = outputs["stream"] = cuda.stream()
+
+    selections, scores = [], None
+    with contextlib.nullcontext() if way.filler is None else filled_memory(way.filler, watched):
+        for _ in range(2 if way.planned else 1):
+            out.restore()
+            out_scores.restore()
+            result = select(*arguments, **outputs)
+            _finish(way)
+            selections.append((out.fetch() if way.with_out else _on_host(result), out_scores.fetch() if way.with_scores else None))
+        if way.with_index_scores:
+            scores = index_scores(*arguments, **{**batch.score_options, **options})
+            _finish(way)
+    return Outcome(selections, None if scores is None else _on_host(scores), [line for zone in watched for line in zone.changes()])
+
+
+def compare(batch: Batch, way: Way) -> list[str]:
+    """What differs between GPU functions and oracle on a batch, and what a call has changed that it must not: a line for each."""
+    from . import default_arithmetic
+    arithmetic = default_arithmetic(batch.fp8_dtype) if way.arithmetic == "auto" else way.arithmetic
+    expected, expected_scores = _poisoned(batch)
+    batch.select(reference.mla_indexer_ragged_float8_paged, arithmetic=arithmetic, out=expected, out_scores=expected_scores)
+    try:
+        outcome = call(batch, way)
+    except Exception as error:                # a valid batch: raising is one more way to differ from the oracle
+        return [f"the GPU function raised {one_line(error)}"]
+    differences = []
+    for indices, out_scores in outcome.selections:
+        differences += first_difference("indices", expected, indices)
+        if out_scores is not None:
+            differences += first_difference("out_scores", expected_scores, out_scores)
+    if outcome.scores is not None:
         matrix = batch.score(reference.index_scores, arithmetic=arithmetic)
         # Where the metadata is on the device, W is a bound: -inf behind the oracle's W.
-        extra = max(0, scores.shape[1] - matrix.shape[1]) if way.on_device and not way.host_metadata else 0
-        yield from first_difference("index_scores", np.pad(matrix, ((0, 0), (0, extra)), constant_values=-np.inf), _on_host(scores))
+        extra = max(0, outcome.scores.shape[1] - matrix.shape[1]) if way.on_device and not way.host_metadata else 0
+        matrix = np.pad(matrix, ((0, 0), (0, extra)), constant_values=-np.inf)
+        differences += first_difference("index_scores", matrix, outcome.scores)
+    return differences + outcome.changes
 
 
 def _plan(batch: Batch, way: Way, watched: list[Guarded]) -> Any:
