@@ -136,7 +136,7 @@ def filled_memory(filler: int, watched: list[Guarded] | None = None) -> Iterator
 
     Of numba's arrays: memory that torch or CuPy provide is theirs.
     """
-    from .device import Memory
+    from .device import Memory, numba_stream
 
     def filled(allocate: Any) -> Any:
         def allocate_filled(self: Memory, shape: tuple[int, ...], dtype: str) -> Any:
@@ -148,7 +148,7 @@ def filled_memory(filler: int, watched: list[Guarded] | None = None) -> Iterator
                 watched.append(Guarded("scratch", contents, filler, on_device=True, is_output=True))
                 return watched[-1].array
             array = allocate(self, shape, dtype)
-            array.copy_to_device(np.full(num_bytes, filler, np.uint8).view(dtype).reshape(shape))
+            array.copy_to_device(np.full(num_bytes, filler, np.uint8).view(dtype).reshape(shape), stream=numba_stream(self.handle))
             return array
         return allocate_filled
 
