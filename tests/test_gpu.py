@@ -299,25 +299,6 @@ def test_wgmma_is_refused_on_other_cards(monkeypatch):
         small().select(SELECT, arithmetic="wgmma")
 
 
-# ----------------------------------------------------------------------------------------------------------------- memory
-
-
-def test_want_of_memory_names_the_budget_and_the_next_call_works():
-    """A score matrix of 4 TB, by bounds alone: refused by torch's allocator; then the same call with the default budget."""
-    torch = pytest.importorskip("torch")
-    rows, top_k = 4096, 16
-    batch = make_batch(np.random.default_rng(0), new_tokens=[rows], cached=[100], num_heads=8, head_dim=32, top_k=top_k,
-                       max_prompt_length=rows, max_context_length=2**28, page_size=64)
-    wide = torch.zeros((1, 2**22), dtype=torch.int32, device="cuda")
-    wide[:, :batch.lookup_table.shape[1]] = to_torch(batch.lookup_table)
-    cache = indexer.PagedKeyCache(to_torch(batch.blocks), to_torch(batch.scales), to_torch(batch.cache_lengths), wide,
-                                  max_prompt_length=rows, max_context_length=2**28)
-    arguments = to_torch(batch.q), to_torch(batch.q_s), to_torch(batch.input_row_offsets), cache
-    with pytest.raises(MemoryError, match=rf"scores_budget_bytes bounds \({2**60} here\), could not be allocated"):
-        SELECT(*arguments, top_k=top_k, scores_budget_bytes=2**60)
-    assert_same_bits(to_host(SELECT(*arguments, top_k=top_k, scores_budget_bytes=2**33)), batch.select(ORACLE))
-
-
 def test_the_readme_example():
     torch = pytest.importorskip("torch")
     readme = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
