@@ -64,7 +64,7 @@ class Prepared:
             max_candidates=batch.lookup_table.shape[1] * batch.blocks.shape[3], **batch.options)
         cuda.synchronize()                    # the uploads
         self.planned()                        # packs
-        self.graph = self.captured()
+        self.graph = None
 
     def planned(self):
         self.plan(*self.arguments, out=self.out, stream=self.handle)
@@ -86,6 +86,8 @@ class Prepared:
         if how == "plan":
             self.planned()
         elif how == "graph":
+            if self.graph is None:
+                self.graph = self.captured()
             checked(driver.cuGraphLaunch(self.graph, self.handle))
         else:
             options = {"out": self.out} if how == "plain" else {}
@@ -106,7 +108,7 @@ def test_eight_threads_at_once(record_property):
         try:
             rng, handle, mine = np.random.default_rng(number), non_blocking_stream(), Counter()
             prepared = [Prepared(batch, handle) for batch in batches]
-            ready.wait()
+            ready.wait()                      # from here on some capture, which no other thread may disturb by waiting for all
             end = time.monotonic() + SECONDS
             while time.monotonic() < end and not failures:
                 case, how = int(rng.integers(len(CASES))), HOW[rng.integers(len(HOW))]
