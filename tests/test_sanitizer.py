@@ -26,7 +26,7 @@ BATCHES = {
     "plain": {**RAGGED, "num_heads": 12, "head_dim": 20, "page_size": 3, "order": "score"},
     "exact": {**RAGGED, **EXACT, "num_heads": 9, "page_size": 3}, "exact, 64 heads": {**DECODE, **EXACT, "order": "score"},
     "shared rows": LONG, "shared rows by score": {**LONG, "order": "score"}, "shared rows of ties": {**LONG, "regime": "all-ties"},
-    "many rows": {"new_tokens": [150], "cached": [100], "num_heads": 8, "head_dim": 32, "top_k": 64},
+    "many rows": {"new_tokens": [150], "cached": [100], "num_heads": 8, "top_k": 64},
     "chunks": {**RAGGED, "scores_budget_bytes": 10_000}, "portable selection": {**LONG, "cached": [6000, 9000], "top_k": 5000},
     "portable selection by score": {**LONG, "cached": [6000, 9000], "top_k": 5000, "order": "score"}}
 
