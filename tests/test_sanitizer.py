@@ -36,7 +36,7 @@ def poisoned_scratch():
     """In place of the one that fills scratch."""
 
 
-@pytest.mark.parametrize(("name", "planned"), zip(BATCHES, itertools.cycle((False, True))))
+@pytest.mark.parametrize(("name", "planned"), list(zip(BATCHES, itertools.cycle((False, True)))))
 def test_true_metadata(name, planned):
     batch = make_batch(np.random.default_rng(0), **BATCHES[name])
     way = Way(on_device=True, planned=planned, with_index_scores=not planned, with_scores=not planned, filler=None)
