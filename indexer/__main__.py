@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import itertools
+import json
 import platform
 import statistics
 import sys
@@ -22,15 +23,13 @@ import numpy as np
 
 from . import __version__, reference
 from . import bench as benchmark
-from .batches import POISON, Batch, make_batch, random_batch
+from .batches import Batch, make_batch
+from .fuzz import INPUTS, compare, draw, first_difference, one_line
 from .problem import FP8_DTYPES
 
-ARRAYS = ("q", "q_s", "input_row_offsets", "blocks", "scales", "cache_lengths", "lookup_table")     # of a Batch
 # What the oracle scores in a few seconds on two cores, in (token, key) pairs of 64 heads x 128.
 ORACLE_PAIRS = {"exact": 5_000_000, "wgmma": 600_000}
 BATCHES = 100                                 # of `check`, unless it is told how many or how long
-SIMULATOR_LIMITS: dict[str, Any] = {"max_new": 3, "max_cached": 12, "max_requests": 3, "heads": (1, 3, 9), "depths": (4, 12),
-                                    "pages": (1, 4), "top_ks": (1, 5, 40)}
 PACKAGES = ("numpy", "ml_dtypes", "numba", "numba-cuda", "cuda-bindings")
 PEER_PACKAGES = ("torch", "deep-gemm", "tokenspeed-deepgemm", "flashinfer-python")
 
@@ -64,14 +63,14 @@ def find_target() -> Target:
 
         from . import device
     except Exception as error:                # whatever a broken installation raises
-        return Target("none", f"numba-cuda cannot be imported: {_one_line(error)}")
+        return Target("none", f"numba-cuda cannot be imported: {one_line(error)}")
     if device.SIMULATED:
         return Target("simulator", "numba's CUDA simulator")
     try:
         available = device.is_available()
         gpu = cuda.get_current_device()       # without a driver, its error is the reason
     except Exception as error:
-        return Target("none", _one_line(error))
+        return Target("none", one_line(error))
     if not available:
         return Target("none", "NVVM is missing: install the extra cu12 or cu13")
     name = f"{gpu.name}, compute capability {_dotted(gpu.compute_capability)}"
@@ -81,12 +80,8 @@ def find_target() -> Target:
         device.Kernel(lambda _: None, (types.int32,), 32).launch(1, 0, 0)
         cuda.synchronize()
     except Exception as error:
-        return Target("none", f"{name}: {_one_line(error)}")
+        return Target("none", f"{name}: {one_line(error)}")
     return Target("gpu", name)
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip(' :')}"
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -176,7 +171,7 @@ def time_on_gpu(batch: Batch, num_calls: int = 5) -> tuple[np.ndarray, float, st
     from numba import cuda
 
     from . import mla_indexer_ragged_float8_paged
-    device_batch = replace(batch, **{name: to_device(getattr(batch, name)) for name in ARRAYS})
+    device_batch = replace(batch, **{name: to_device(getattr(batch, name)) for name in INPUTS})
     out = device_batch.select(mla_indexer_ragged_float8_paged)            # compiles the kernels
     seconds = []
     for _ in range(num_calls):
@@ -223,10 +218,10 @@ def sample_requests(batch: Batch, max_pairs: int) -> list[int]:
 
 
 def check(args: argparse.Namespace) -> int:
-    """GPU functions against the oracle on random ragged batches, bit for bit.
+    """GPU functions against the oracle on random ragged batches, bit for bit, every array watched.
 
-    Batch i depends on seed and i alone, and so does how it is run: even ones as host arrays, odd ones as device arrays (metadata
-    too), two of six with `index_scores` besides. With `--hours` the batches go on until the time is up, at least one.
+    Batch i depends on seed and i alone, and so does the way in which it is called: see `indexer.fuzz`. With `--hours` the batches
+    go on until the time is up, at least one.
 
     Returns
     -------
@@ -238,37 +233,41 @@ def check(args: argparse.Namespace) -> int:
         print(f"nothing to compare: no GPU ({target.description}); NUMBA_ENABLE_CUDASIM=1 runs the kernels in numba's simulator")
         return 2
     given = {name: getattr(args, name) for name in ("max_new", "max_cached", "max_requests") if getattr(args, name) is not None}
-    limits = {**(SIMULATOR_LIMITS if target.kind == "simulator" else {}), **given}
     options = {"seed": args.seed, **given, **({} if args.arithmetic == "auto" else {"arithmetic": args.arithmetic})}
     reproduce = "NUMBA_ENABLE_CUDASIM=1 " if target.kind == "simulator" else ""
     reproduce += " ".join(["python -m indexer check", *(f"--{name.replace('_', '-')} {value}" for name, value in options.items())])
     counts = dict.fromkeys(("batches", "requests", "query rows", "scored pairs", "calls", "mismatches"), 0)
+    failures: list[dict[str, Any]] = []
     print(f"device        {target.description}")
     progress = Progress(args.batches or BATCHES, None if args.hours is None else 3600 * args.hours)
     interrupted = False
     try:
         for i in itertools.count(args.first):
-            batch = random_batch(np.random.default_rng([args.seed, i]), **limits)
-            with_index_scores = i // 2 % 3 == 0
-            differences = compare(batch, on_device=target.kind == "gpu" and i % 2 == 1, with_index_scores=with_index_scores,
-                                  arithmetic=args.arithmetic)
+            batch, way = draw(args.seed, i, on_gpu=target.kind == "gpu", arithmetic=args.arithmetic, **given)
+            differences = compare(batch, way)
             counts["batches"] += 1
             counts["requests"] += len(batch.new_tokens)
             counts["query rows"] += batch.num_tokens
             counts["scored pairs"] += int(batch.candidates.sum())
-            counts["calls"] += 2 if with_index_scores else 1
+            counts["calls"] += way.num_calls
             if differences:
                 counts["mismatches"] += 1
+                failures.append({"reproduce": f"{reproduce} --first {i} --batches 1", "differences": differences})
                 progress.clear()
-                print(f"mismatch in batch {i}: {reproduce} --first {i} --batches 1")
+                print(f"mismatch in batch {i}: {failures[-1]['reproduce']}")
                 print("\n".join(f"  {line}" for line in differences), flush=True)
             if progress.update(counts["batches"], counts["mismatches"]):
                 break
     except KeyboardInterrupt:                 # the usual end of a long run
         interrupted = True
     progress.clear()
-    for name, value in {**counts, "seconds": f"{progress.elapsed:.1f}", "seed": args.seed}.items():
+    summary = {**counts, "seconds": round(progress.elapsed, 1), "seed": args.seed}
+    for name, value in summary.items():
         print(f"{name:12}  {value}")
+    if args.json:
+        report = {"device": target.description, **{name.replace(" ", "_"): value for name, value in summary.items()},
+                  "failures": failures}
+        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
     if counts["mismatches"]:
         return 1
     if interrupted:
@@ -277,61 +276,6 @@ def check(args: argparse.Namespace) -> int:
         print("nothing was compared: no query rows were drawn")
         return 2
     return 0
-
-
-def compare(batch: Batch, *, on_device: bool = False, with_index_scores: bool = True, arithmetic: str = "auto") -> list[str]:
-    """What differs between GPU functions and oracle on a batch: a line for each array that does.
-
-    Parameters
-    ----------
-    batch : Batch
-    on_device : bool
-        Hand over device arrays (metadata and outputs too) instead of NumPy's.
-    with_index_scores : bool
-        Compare `index_scores` too.
-    arithmetic : {"auto", "exact"}
-        Of the GPU functions; the oracle gets the one that "auto" stands for.
-    """
-    from . import default_arithmetic, index_scores, mla_indexer_ragged_float8_paged
-    oracle_arithmetic = default_arithmetic(batch.fp8_dtype) if arithmetic == "auto" else arithmetic
-    to: Callable[[np.ndarray], Any] = to_device if on_device else lambda array: array
-    fetch: Callable[[Any], np.ndarray] = (lambda array: array.copy_to_host()) if on_device else lambda array: array
-
-    def poisoned() -> tuple[np.ndarray, np.ndarray]:
-        shape = batch.num_tokens, batch.top_k
-        return np.full(shape, POISON, np.int32), np.full(shape, np.nan, np.float32)
-
-    expected, expected_scores = poisoned()
-    batch.select(reference.mla_indexer_ragged_float8_paged, arithmetic=oracle_arithmetic, out=expected, out_scores=expected_scores)
-    try:
-        out, out_scores = map(to, poisoned())
-        batch.select(mla_indexer_ragged_float8_paged, to, arithmetic=arithmetic, out=out, out_scores=out_scores)
-        differences = [*first_difference("indices", expected, fetch(out)),
-                       *first_difference("out_scores", expected_scores, fetch(out_scores))]
-        if with_index_scores:
-            scores = fetch(batch.score(index_scores, to, arithmetic=arithmetic))
-    except Exception as error:                # a valid batch: raising is one more way to differ from the oracle
-        return [f"the GPU function raised {_one_line(error)}"]
-    if with_index_scores:
-        expected_matrix = batch.score(reference.index_scores, arithmetic=oracle_arithmetic)
-        # Where the metadata is on the device, W is a bound: -inf behind the oracle's W.
-        extra = max(0, scores.shape[1] - expected_matrix.shape[1]) if on_device else 0
-        expected_matrix = np.pad(expected_matrix, ((0, 0), (0, extra)), constant_values=-np.inf)
-        differences += first_difference("index_scores", expected_matrix, scores)
-    return differences
-
-
-def first_difference(name: str, expected: np.ndarray, got: np.ndarray) -> list[str]:
-    """One line about the first entry in which two matrices of the same 4-byte dtype differ in a bit; empty if none does."""
-    if expected.shape != got.shape or expected.dtype != got.dtype:
-        return [f"{name}: expected {expected.dtype} {list(expected.shape)}, got {got.dtype} {list(got.shape)}"]
-    different = np.argwhere(expected.view(np.uint32) != got.view(np.uint32))
-    if not len(different):
-        return []
-    row, column = map(int, different[0])
-    values = [f"{array[row, column]} (bits {array.view(np.uint32)[row, column]:#010x})" for array in (expected, got)]
-    return [f"{name}: {len(different)} of {expected.size} entries differ, first row {row}, column {column}: expected {values[0]}, "
-            f"got {values[1]}"]
 
 
 class Progress:
@@ -508,6 +452,7 @@ def main(argv: list[str] | None = None) -> int:
     checks.add_argument("--max-new", type=_at_least(0), help="at most so many new tokens per request")
     checks.add_argument("--max-cached", type=_at_least(0), help="at most so many cached tokens per request")
     checks.add_argument("--max-requests", type=_at_least(1), help="at most so many requests per batch")
+    checks.add_argument("--json", metavar="FILE", type=_new_file, help="writes what was counted, and the mismatches")
     times = commands.add_parser("bench", help="times of the operator and its peers on a GPU, with torch")
     times.set_defaults(run=bench)
     times.add_argument("--shapes", choices=("decode", "prefill", "all"), default="all", help="which (default all)")

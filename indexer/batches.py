@@ -105,15 +105,23 @@ class Batch:
         """Positional arguments of the public functions."""
         return to(self.q), to(self.q_s), to(self.input_row_offsets), self.cache(to), 0 if self.fused else self.layer_idx
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Named arguments of a ``mla_indexer_ragged_float8_paged``."""
+        return {**self.score_options, "top_k": self.top_k, "order": self.order, "scores_budget_bytes": self.scores_budget_bytes}
+
+    @property
+    def score_options(self) -> dict[str, Any]:
+        """Named arguments of an ``index_scores``."""
+        return {"mask": self.mask, "kpool": self.kpool}
+
     def select(self, function: Callable[..., Any], to: Callable[[np.ndarray], Any] = lambda array: array, **extra: Any) -> Any:
         """Calls a ``mla_indexer_ragged_float8_paged`` with this batch."""
-        options = {"top_k": self.top_k, "mask": self.mask, "kpool": self.kpool, "order": self.order,
-                   "scores_budget_bytes": self.scores_budget_bytes}
-        return function(*self.arguments(to), **{**options, **extra})
+        return function(*self.arguments(to), **{**self.options, **extra})
 
     def score(self, function: Callable[..., Any], to: Callable[[np.ndarray], Any] = lambda array: array, **extra: Any) -> Any:
         """Calls an ``index_scores`` with this batch."""
-        return function(*self.arguments(to), **{"mask": self.mask, "kpool": self.kpool, **extra})
+        return function(*self.arguments(to), **{**self.score_options, **extra})
 
 
 def make_batch(rng: np.random.Generator, *, new_tokens: list[int], cached: list[int], num_heads: int = 64, head_dim: int = 128,
@@ -224,9 +232,10 @@ def _contents(rng: np.random.Generator, regime: str, q_shape: tuple[int, ...], k
 
 def random_batch(rng: np.random.Generator, *, max_new: int = 40, max_cached: int = 600, max_requests: int = 6,
                  heads: tuple[int, ...] = (1, 3, 4, 8, 16, 32, 64, 100), depths: tuple[int, ...] = (4, 16, 20, 32, 64, 128, 200),
-                 pages: tuple[int, ...] = (1, 3, 16, 64), top_ks: tuple[int, ...] = (1, 7, 64, 256, 700, 2048)) -> Batch:
+                 pages: tuple[int, ...] = (1, 3, 16, 64), top_ks: tuple[int, ...] = (1, 7, 64, 256, 700, 2048),
+                 max_spare_columns: int = 3) -> Batch:
     """A batch with everything drawn: lengths (empty requests, and none at all), dimensions, mask, pooling, layers, layout, shared
-    blocks, order, budget, bounds, regime."""
+    blocks, order, budget, bounds, regime. The table declares up to `max_spare_columns` pages more than there are."""
     num_requests = int(rng.integers(1, max_requests + 1)) if rng.random() < 0.98 else 0
     new_tokens = [int(n) for n in rng.integers(0, max_new + 1, num_requests) * (rng.random(num_requests) < 0.8)]
     if rng.random() < 0.5:                                    # decode
@@ -240,8 +249,8 @@ def random_batch(rng: np.random.Generator, *, max_new: int = 40, max_cached: int
         rng, new_tokens=new_tokens, cached=cached, num_heads=int(rng.choice(heads)), head_dim=head_dim, page_size=page_size,
         num_layers=num_layers, layer_idx=int(rng.integers(num_layers)), mask=str(rng.choice(["causal", "null"])), kpool=kpool,
         fp8_dtype=fp8_dtype, regime=str(rng.choice(REGIMES)), spare_blocks=int(rng.integers(1, 4)),
-        spare_columns=int(rng.integers(0, 4)), metadata_dtype=str(rng.choice(["uint32", "int32"])), top_k=int(rng.choice(top_ks)),
-        order=str(rng.choice(["index", "score"])))
+        spare_columns=int(rng.integers(0, max_spare_columns + 1)), metadata_dtype=str(rng.choice(["uint32", "int32"])),
+        top_k=int(rng.choice(top_ks)), order=str(rng.choice(["index", "score"])))
     fused = page_size * head_dim % 4 == 0 and bool(rng.random() < 0.4)
     budget = int(rng.choice([1, 4000, 100_000, 512 * 2**20]))
     bounded = rng.random() < 0.5

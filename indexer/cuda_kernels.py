@@ -82,6 +82,8 @@ def mla_indexer_ragged_float8_paged(
         If there is no GPU.
     MemoryError
         If the device has not the memory; says for how many bytes, and what bounds them.
+    RuntimeError
+        If the device or its driver fails; says the usual cause.
     """
     call = check_call(q, q_s, input_row_offsets, k_collection, layer_idx, mask=mask, kpool=kpool, arithmetic=arithmetic,
                       top_k=top_k, scores_budget_bytes=scores_budget_bytes, order=order, out=out, out_scores=out_scores)
@@ -113,7 +115,7 @@ def index_scores(q: Any, q_s: Any, input_row_offsets: Any, k_collection: Any, la
 
     Raises
     ------
-    TypeError, ValueError, NoDeviceError, MemoryError
+    TypeError, ValueError, NoDeviceError, MemoryError, RuntimeError
         As `mla_indexer_ragged_float8_paged`.
     """
     call = check_call(q, q_s, input_row_offsets, k_collection, layer_idx, mask=mask, kpool=kpool, arithmetic=arithmetic,

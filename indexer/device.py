@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import re
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -47,6 +48,35 @@ def require_device() -> None:
                             "GPU, or call indexer.reference")
 
 
+# What usually is the reason for an error of the driver.
+_CAUSES = (
+    (("INVALID_HANDLE", "INVALID_CONTEXT", "CONTEXT_IS_DESTROYED"),
+     "a stream, or the context of a stream or an array, has been destroyed"),
+    (("ILLEGAL_ADDRESS", "MISALIGNED_ADDRESS", "ILLEGAL_INSTRUCTION", "INVALID_PC", "INVALID_ADDRESS_SPACE", "HARDWARE_STACK_ERROR",
+      "LAUNCH_FAILED", "LAUNCH_TIMEOUT", "ASSERT"),
+     "some kernel of this process has failed before, of whatever library: no call works in it any more"),
+    (("NO_BINARY_FOR_GPU", "INVALID_IMAGE", "INVALID_PTX", "INVALID_SOURCE", "UNSUPPORTED_PTX_VERSION"),
+     f"the kernels need compute capability {'.'.join(map(str, OLDEST_CAPABILITY))} or newer, and a driver as new as the compiler: "
+     "the extra cu12 is for drivers that know CUDA 12 only"))
+
+
+def explained(text: str) -> str:
+    """A driver's error with its usual cause."""
+    causes = [cause for names, cause in _CAUSES if any(re.search(rf"CUDA_ERROR_{name}\b", text) for name in names)]
+    return "; ".join([text, *causes])
+
+
+@contextlib.contextmanager
+def explaining_errors() -> Iterator[None]:
+    """Turns what numba and cuda.core raise for an error of the driver into a RuntimeError with its usual cause."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (RuntimeError, TypeError, ValueError)) or "CUDA_ERROR_" not in str(error):
+            raise
+        raise RuntimeError(explained(" ".join(str(error).split()))) from error
+
+
 @contextlib.contextmanager
 def on_device_of(views: list[ArrayView]) -> Any:
     """Makes the device that holds the views current; the current one where all are on the host.
@@ -56,7 +86,7 @@ def on_device_of(views: list[ArrayView]) -> Any:
     ValueError
         If two views are on two devices.
     RuntimeError
-        If the card is older than the kernels support.
+        If the card is older than the kernels support, or the driver fails, also in what is done there.
     """
     require_device()
     if SIMULATED:
@@ -69,7 +99,7 @@ def on_device_of(views: list[ArrayView]) -> Any:
             if first is not None and ordinal != first[1]:
                 raise ValueError(f"{view.name} must be on device {first[1]} as {first[0]} is, got device {ordinal}")
             first = first or (view.name, ordinal)
-    with cuda.gpus[first[1]] if first else contextlib.nullcontext():
+    with explaining_errors(), cuda.gpus[first[1]] if first else contextlib.nullcontext():
         capability = cuda.get_current_device().compute_capability
         if tuple(capability) < OLDEST_CAPABILITY:
             raise RuntimeError(f"the kernels need compute capability {'.'.join(map(str, OLDEST_CAPABILITY))} or newer, "
@@ -81,8 +111,9 @@ def _ordinal(view: ArrayView) -> int:
     from cuda.bindings import driver
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     error, ordinal = driver.cuPointerGetAttribute(attribute, view.address)
-    if int(error):
+    if error == driver.CUresult.CUDA_ERROR_INVALID_VALUE:
         raise ValueError(f"{view.name} must be in device memory, got address {view.address:#x} ({error.name})")
+    _check((error,), f"the device of {view.name} could not be found")
     return int(ordinal)
 
 
@@ -129,6 +160,12 @@ def stream_handle(stream: Any, library: str, ordinal: int | None = None) -> int:
         If it is no stream.
     ValueError
         If it is an int that no CUstream can be.
+
+    Notes
+    -----
+    Whether a CUstream still exists is not asked. Where the driver knows that it was destroyed, it refuses work on it, which is a
+    RuntimeError then. It need not know, as CUDA leaves undefined what a destroyed stream does; nor can it, once a new stream has
+    the handle.
     """
     if stream is None:
         if SIMULATED:
@@ -265,7 +302,7 @@ def clear(address: int, num_bytes: int, handle: int) -> None:
 def _check(result: tuple[Any, ...], what: str) -> None:
     """Raises RuntimeError for a driver call that failed."""
     if int(result[0]):
-        raise RuntimeError(f"{what}: {result[0].name}")
+        raise RuntimeError(explained(f"{what}: {result[0].name}"))
 
 
 def copy_to_host(array: Any, handle: int) -> np.ndarray:
@@ -381,6 +418,8 @@ class Launch:
     ------
     ValueError
         For a number of blocks that no grid has.
+    RuntimeError
+        If the driver cannot load the kernel; says what is supported.
     """
 
     def __init__(self, kernel: Kernel, num_blocks: int, args: tuple[Any, ...], shared_bytes: int = 0,
@@ -392,7 +431,9 @@ class Launch:
             return
         from cuda.bindings import driver
         device = cuda.get_current_device()
-        compiled = _compiled(kernel, tuple(device.compute_capability))
+        with explaining_errors():             # the driver loads the code here, if it can
+            compiled = _compiled(kernel, tuple(device.compute_capability))
+            function = compiled._codelibrary.get_cufunc().kernel.handle
         if shared_bytes:
             _allow_dynamic_shared(compiled, device.id)
         words = [word for kind, value in zip(kernel.signature, args) for word in _words(kind, value)]
@@ -400,7 +441,7 @@ class Launch:
         first = ctypes.addressof(self._words)
         self._pointers = (ctypes.c_void_p * len(words))(*range(first, first + 8 * len(words), 8))
         self._arguments = ctypes.addressof(self._pointers)
-        self._function = driver.CUfunction(int(compiled._codelibrary.get_cufunc().kernel.handle))
+        self._function = driver.CUfunction(int(function))
         self._launch = driver.cuLaunchKernelEx
         self._stream = driver.CUstream
         self._handle = 0

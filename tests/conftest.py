@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from indexer.device import SIMULATED, Memory, is_available
+from indexer.device import SIMULATED, is_available
+from indexer.fuzz import FILLERS, filled_memory
 
 HAS_GPU = is_available() and not SIMULATED
 collect_ignore = ["test_codegen.py", "test_ptx.py", "test_wgmma.py"] if SIMULATED else []      # the simulator compiles nothing
@@ -38,20 +39,13 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def poisoned_scratch(request, monkeypatch):
-    """Kernels get their scratch, and the outputs they allocate, full of NaN and of positions that do not exist."""
+def poisoned_scratch(request):
+    """Kernels get their scratch, and the outputs they allocate, full of scores that win and of positions that do not exist."""
     if not request.node.get_closest_marker("kernels"):
+        yield
         return
-    def poisoned(allocate):
-        def allocate_poisoned(self, shape, dtype):
-            array = allocate(self, shape, dtype)
-            if self.library == "numba" and array.size:
-                array.copy_to_device(np.full(array.size * array.dtype.itemsize, 0x7F, np.uint8).view(array.dtype).reshape(shape))
-            return array
-        return allocate_poisoned
-
-    for name in ("empty", "scratch"):
-        monkeypatch.setattr(Memory, name, poisoned(getattr(Memory, name)))
+    with filled_memory(FILLERS[0]):
+        yield
 
 
 def _quicken_simulator():

@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import json
 import os
 import platform
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ import pytest
 import indexer
 import indexer.__main__ as cli
 from indexer import device, reference
-from indexer.batches import Batch, make_batch, random_batch
+from indexer.batches import Batch, make_batch
+from indexer.fuzz import Way, draw
 
 ROOT = Path(__file__).resolve().parent.parent
 HAS_GPU = device.is_available() and not device.SIMULATED
@@ -120,8 +123,10 @@ def test_check_runs_in_the_simulator():
     done = python("-m", "indexer", "check", "--batches", "2", "--seed", "4", NUMBA_ENABLE_CUDASIM="1")
     assert done.returncode == 0, done.stdout + done.stderr
     found = labelled(done.stdout)
-    assert (found["batches"], found["calls"], found["mismatches"], found["seed"]) == ("2", "4", "0", "4")
-    batches = [random_batch(np.random.default_rng([4, i]), **cli.SIMULATOR_LIMITS) for i in range(2)]
+    drawn = [draw(4, i, on_gpu=False) for i in range(2)]
+    batches = [batch for batch, _ in drawn]
+    assert (found["batches"], found["mismatches"], found["seed"]) == ("2", "0", "4")
+    assert int(found["calls"]) == sum(way.num_calls for _, way in drawn)
     assert int(found["query rows"]) == sum(batch.num_tokens for batch in batches) > 0
     assert int(found["scored pairs"]) == sum(int(batch.candidates.sum()) for batch in batches) > 0
     assert done.stderr.splitlines()[-1].startswith("100 %  2/2 batches  0 mismatches")
@@ -131,7 +136,7 @@ def test_check_for_a_time_runs_in_the_simulator():
     done = python("-m", "indexer", "check", "--hours", "1e-6", "--seed", "4", NUMBA_ENABLE_CUDASIM="1")       # 3.6 ms
     assert done.returncode in (0, 2), done.stdout + done.stderr              # 2: no query rows in the first batches
     found = labelled(done.stdout)
-    batches = [random_batch(np.random.default_rng([4, i]), **cli.SIMULATOR_LIMITS) for i in range(int(found["batches"]))]
+    batches = [draw(4, i, on_gpu=False)[0] for i in range(int(found["batches"]))]
     assert int(found["query rows"]) == sum(batch.num_tokens for batch in batches)
     assert found["mismatches"] == "0"
     assert done.stderr.splitlines()[-1].startswith(f"100 %  {found['batches']} batches  0 mismatches")
@@ -142,9 +147,10 @@ def test_device_arrays_in_the_simulator():
     done = python("-c", """if True:
         import numpy as np
         from indexer import __main__ as cli, index_scores, reference
+        from indexer.fuzz import Way
         from tests.test_cli import tiny_batch
         batch = tiny_batch(new_tokens=[2], cached=[3], top_k=4, regime="gaussian", spare_columns=2)
-        print(cli.find_target().kind, batch.score(index_scores, cli.to_device).shape, cli.compare(batch, on_device=True))
+        print(cli.find_target().kind, batch.score(index_scores, cli.to_device).shape, cli.compare(batch, Way(on_device=True)))
         expected = batch.select(reference.mla_indexer_ragged_float8_paged)
         print(np.array_equal(cli.time_on_gpu(batch, num_calls=1)[0], expected))
         """, NUMBA_ENABLE_CUDASIM="1")
@@ -164,7 +170,7 @@ def test_on_a_gpu_the_demo_agrees_and_check_finds_nothing(capsys: pytest.Capture
                                   ["check", "--batches", "x"], ["check", "--arithmetic", "no-such-arithmetic"],
                                   ["check", "--hours", "0"], ["check", "--hours", "nan"],
                                   ["check", "--hours", "inf"], ["check", "--hours", "x"],
-                                  ["check", "--hours", "1", "--batches", "100"],
+                                  ["check", "--hours", "1", "--batches", "100"], ["check", "--json", "/no folder/x.json"],
                                   ["bench", "--json", "/"], ["bench", "--json", ""], ["bench", "--json", "/no folder/x.json"],
                                   ["bench", "--plot", "x.pdf"], ["bench", "--plot", "bench"]])
 def test_bad_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]):
@@ -252,16 +258,24 @@ class Planted:
     def __init__(self, fault: str | None) -> None:
         self.fault = fault
 
-    def select(self, *args: Any, arithmetic: str, out: np.ndarray, out_scores: np.ndarray, **options: Any) -> np.ndarray:
-        before = out.copy()
-        assert arithmetic == "auto"
-        reference.mla_indexer_ragged_float8_paged(*args, out=out, out_scores=out_scores, **options)
+    def select(self, *args: Any, arithmetic: str, out: np.ndarray | None = None, out_scores: np.ndarray | None = None,
+               **options: Any) -> np.ndarray:
+        q, cache = args[0], args[3]
+        before = np.empty((len(q), options["top_k"]), np.int32) if out is None else out.copy()
+        assert arithmetic in ("auto", "exact")
+        out = reference.mla_indexer_ragged_float8_paged(*args, out=out, out_scores=out_scores, **options)
         if out.size:
             if self.fault == "index":
                 out[-1, 0] ^= 1
             elif self.fault == "unwritten":
                 out[-1, -1] = before[-1, -1]
-            elif self.fault == "score":
+            elif self.fault == "input":
+                cache.lookup_table[-1, -1] = 0
+            elif self.fault == "overrun":
+                np.lib.stride_tricks.as_strided(out, (out.size + 1,), (4,))[-1] = -1
+            elif self.fault == "underrun" and out_scores is not None:
+                np.lib.stride_tricks.as_strided(out_scores, (2,), (-4,))[-1] = 0
+            elif self.fault == "score" and out_scores is not None:
                 out_scores.view(np.uint32)[-1, 0] ^= 1
             elif self.fault == "raises":
                 raise ValueError("planted")
@@ -279,6 +293,9 @@ FAULTS = {
     "unwritten": r"indices: 1 of 24 entries differ, first row 2, column 7: expected -1 .*, got 2147483647 .*",
     "score": r"out_scores: 1 of 24 entries differ, first row 2, column 0: .*",
     "matrix": r"index_scores: 1 of 45 entries differ, first row 2, column 0: .*",
+    "input": r"lookup_table: 4 bytes have changed, the first at offset 56, from 0xff to 0x00",
+    "overrun": r"out: 4 bytes around it have changed, the first at offset 96, from 0x7f to 0xff",
+    "underrun": r"out_scores: 4 bytes around it have changed, the first at offset -4, from 0x7f to 0x00",
     "raises": r"the GPU function raised ValueError: planted",
 }
 
@@ -288,29 +305,41 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: str | None) -> None:
                            ("default_arithmetic", lambda fp8_dtype: "exact")):
         monkeypatch.setitem(vars(indexer), name, function)
     monkeypatch.setattr(cli, "find_target", lambda: cli.Target("simulator", "planted"))
+    monkeypatch.setattr(cli, "draw", draw_for_the_host)
+
+
+def draw_for_the_host(*args: Any, **options: Any) -> tuple[Batch, Way]:
+    """`draw`, without device arrays."""
+    batch, way = draw(*args, **options)
+    return batch, replace(way, on_device=False, host_metadata=False)
 
 
 def test_compare_finds_nothing_in_the_oracle_itself(monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch, None)
-    assert cli.compare(tiny_batch()) == []
+    assert cli.compare(tiny_batch(), Way()) == []
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_compare_reports_a_planted_fault(fault: str, monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch, fault)
-    differences = cli.compare(tiny_batch())
+    differences = cli.compare(tiny_batch(), Way())
     assert len(differences) == 1
     assert re.fullmatch(FAULTS[fault], differences[0]), differences[0]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_check_exits_with_1_and_says_how_to_reproduce(fault: str, monkeypatch: pytest.MonkeyPatch,
-                                                      capsys: pytest.CaptureFixture[str]):
+                                                      capsys: pytest.CaptureFixture[str], tmp_path: Path):
     plant(monkeypatch, fault)
-    assert cli.main(["check", "--batches", "20", "--seed", "3", "--max-cached", "30"]) == 1
+    report = tmp_path / "report.json"
+    assert cli.main(["check", "--batches", "20", "--seed", "3", "--max-cached", "30", "--json", str(report)]) == 1
     text = capsys.readouterr().out
     reported = re.findall(r"^mismatch in batch (\d+): NUMBA_ENABLE_CUDASIM=1 python -m indexer (.*)$", text, re.MULTILINE)
     assert len(reported) == int(labelled(text)["mismatches"]) > 0
+    written = json.loads(report.read_text())
+    assert [failure["reproduce"] for failure in written["failures"]] == [
+        f"NUMBA_ENABLE_CUDASIM=1 python -m indexer {command}" for _, command in reported]
+    assert (written["batches"], written["mismatches"], written["seed"]) == (20, len(reported), 3)
     number, command = reported[-1]
     assert command == f"check --seed 3 --max-cached 30 --first {number} --batches 1"
     of_that_batch = text[text.index(f"mismatch in batch {number}:"):].splitlines()[:2]
@@ -322,11 +351,12 @@ def test_check_exits_with_0_and_counts(monkeypatch: pytest.MonkeyPatch, capsys: 
     plant(monkeypatch, None)
     assert cli.main(["check", "--batches", "20", "--first", "5", "--seed", "3", "--max-new", "2"]) == 0
     found = labelled(capsys.readouterr().out)
-    batches = [random_batch(np.random.default_rng([3, i]), **{**cli.SIMULATOR_LIMITS, "max_new": 2}) for i in range(5, 25)]
+    drawn = [draw(3, i, on_gpu=False, max_new=2) for i in range(5, 25)]
+    batches = [batch for batch, _ in drawn]
     expected = {"batches": 20, "requests": sum(len(batch.cache_lengths) for batch in batches),
                 "query rows": sum(batch.num_tokens for batch in batches),
                 "scored pairs": sum(int(batch.candidates.sum()) for batch in batches),
-                "calls": 20 + 7, "mismatches": 0, "seed": 3}                  # index_scores: 6, 7, 12, 13, 18, 19, 24
+                "calls": sum(way.num_calls for _, way in drawn), "mismatches": 0, "seed": 3}
     assert {name: int(found[name]) for name in expected} == expected
 
 
@@ -336,11 +366,11 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.drawn = 1000.0, 0
         monkeypatch.setattr(cli.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(cli, "random_batch", self.random_batch)
+        monkeypatch.setattr(cli, "draw", self.draw)
 
-    def random_batch(self, rng: np.random.Generator, **limits: Any) -> Batch:
+    def draw(self, *args: Any, **options: Any) -> tuple[Batch, Way]:
         self.now, self.drawn = self.now + 90, self.drawn + 1
-        return random_batch(rng, **limits)
+        return draw_for_the_host(*args, **options)
 
 
 @pytest.mark.parametrize(("hours", "num_batches"), [("0.5", 20), ("0.51", 21), ("1e-9", 1)])
@@ -351,7 +381,7 @@ def test_check_for_a_time_stops_when_it_is_up_and_counts(hours: str, num_batches
     status = cli.main(["check", "--hours", hours, "--first", "5", "--seed", "3"])
     text = capsys.readouterr()
     found = labelled(text.out)
-    batches = [random_batch(np.random.default_rng([3, i]), **cli.SIMULATOR_LIMITS) for i in range(5, 5 + num_batches)]
+    batches = [draw(3, i, on_gpu=False)[0] for i in range(5, 5 + num_batches)]
     expected = {"batches": num_batches, "query rows": sum(batch.num_tokens for batch in batches),
                 "scored pairs": sum(int(batch.candidates.sum()) for batch in batches), "mismatches": 0, "seed": 3}
     assert {name: int(found[name]) for name in expected} == expected
@@ -375,15 +405,14 @@ def test_check_for_a_time_goes_on_after_a_mismatch_and_says_how_to_reproduce(mon
 
 def test_an_interrupted_check_says_what_it_has_done(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     plant(monkeypatch, None)
-    drawn = iter([random_batch(np.random.default_rng(i), **cli.SIMULATOR_LIMITS) for i in range(3)])
+    drawn = iter([draw_for_the_host(0, i, on_gpu=False) for i in range(3)])
 
-    def draw(*_: Any, **__: Any) -> Batch:
-        batch = next(drawn, None)
-        if batch is None:
-            raise KeyboardInterrupt
-        return batch
+    def next_drawn(*_: Any, **__: Any) -> tuple[Batch, Way]:
+        for batch, way in drawn:
+            return batch, way
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "random_batch", draw)
+    monkeypatch.setattr(cli, "draw", next_drawn)
     assert cli.main(["check", "--hours", "1"]) == 130
     assert labelled(capsys.readouterr().out)["batches"] == "3"
 

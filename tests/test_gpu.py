@@ -11,7 +11,7 @@ from numba import cuda
 import indexer
 from indexer import cuda_kernels, reference, sampled_selection
 from indexer.__main__ import to_device as to_numba
-from indexer.batches import UNUSED_ID, make_batch, random_batch
+from indexer.batches import make_batch, random_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernels]
 
@@ -297,100 +297,6 @@ def test_wgmma_is_refused_on_other_cards(monkeypatch):
     assert indexer.default_arithmetic() == "exact"
     with pytest.raises(ValueError, match=r'arithmetic must be "auto" or "exact".*got "wgmma"'):
         small().select(SELECT, arithmetic="wgmma")
-
-
-# ------------------------------------------------------------------------------------------- hostile metadata on the device
-
-
-def guarded(array, guard=4096):
-    """The array on the device between two guard zones, and a check that these are as they were."""
-    raw = np.full(array.nbytes + 2 * guard, 0xA5, np.uint8)
-    raw[guard:guard + array.nbytes] = array.reshape(-1).view(np.uint8)
-    memory = cuda.to_device(raw)
-
-    def check():
-        after = memory.copy_to_host()
-        assert (after[:guard] == 0xA5).all()
-        assert (after[guard + array.nbytes:] == 0xA5).all()
-
-    dtype = np.uint8 if array.dtype.name.startswith("float8") else array.dtype
-    return memory[guard:guard + array.nbytes].view(dtype).reshape(array.shape), check
-
-
-def hostile_call(batch, order, **changed):
-    """Calls the kernels with some metadata replaced, everything on the device between guard zones; returns the indices."""
-    arrays, checks = {}, []
-    for name in ("q", "q_s", "input_row_offsets", "blocks", "scales", "cache_lengths", "lookup_table"):
-        arrays[name], check = guarded(changed.get(name, getattr(batch, name)))
-        checks.append(check)
-    out, check = guarded(np.full((batch.num_tokens, batch.top_k), 0x7FFFFFFF, np.int32))
-    checks.append(check)
-    cache = indexer.PagedKeyCache(arrays["blocks"], arrays["scales"], arrays["cache_lengths"], arrays["lookup_table"])
-    SELECT(arrays["q"], arrays["q_s"], arrays["input_row_offsets"], cache, top_k=batch.top_k, order=order, out=out)
-    for check in checks:
-        check()
-    return out.copy_to_host()
-
-
-def assert_lawful(rows, width):
-    assert ((rows >= -1) & (rows < width)).all()
-
-
-@pytest.mark.parametrize("order", ["index", "score"])
-@pytest.mark.parametrize("value", [2**31 - 1, 2**31, 2**32 - 1, 2**32 - 1000])
-def test_bad_lengths_and_page_ids_stay_with_their_request(value, order):
-    batch = small(head_dim=32)
-    width = batch.lookup_table.shape[1] * batch.blocks.shape[3]
-    want = batch.select(ORACLE, order=order)
-    others = np.r_[0:1, 41:44]
-    for name, index in (("cache_lengths", 1), ("lookup_table", (1, 0)), ("lookup_table", (1, slice(None)))):
-        bad = getattr(batch, name).copy()
-        bad[index] = value
-        got = hostile_call(batch, order, **{name: bad})
-        assert_lawful(got, width)
-        assert_same_bits(got[others], want[others], f"{name} = {value}")
-
-
-def test_negative_lengths_give_empty_rows():
-    batch = small(head_dim=32, metadata_dtype="int32")
-    lengths = batch.cache_lengths.copy()
-    lengths[0], lengths[1] = -900, -2**31
-    got = hostile_call(batch, "index", cache_lengths=lengths)
-    assert (got[:41] == -1).all()
-    assert_same_bits(got[41:], batch.select(ORACLE)[41:])
-
-
-@pytest.mark.parametrize("offsets", [
-    [0, 0, 0, 0, 0], [44, 41, 41, 1, 0], [0, 2**32 - 1, 3, 2**31, 44], [2**32 - 1] * 5, [7, 7, 7, 7, 7], [0, 1, 41, 41, 10**9]])
-def test_bad_offsets_stay_inside_the_arrays(offsets):
-    batch = small(head_dim=32)
-    width = batch.lookup_table.shape[1] * batch.blocks.shape[3]
-    for order in ("index", "score"):
-        assert_lawful(hostile_call(batch, order, input_row_offsets=np.array(offsets, np.uint64).astype(np.uint32)), width)
-
-
-def test_a_table_too_narrow_stays_inside_the_arrays():
-    batch = small(head_dim=32)
-    got = hostile_call(batch, "index", lookup_table=np.ascontiguousarray(batch.lookup_table[:, :3]))
-    assert_lawful(got, 3 * 64)
-    assert (batch.lookup_table[3] == UNUSED_ID).sum() >= 1
-    assert_same_bits(got[41:], batch.select(ORACLE)[41:])
-
-
-def test_want_of_memory_names_the_budget_and_the_next_call_works():
-    """A score matrix of 4 TB, by bounds alone: refused by torch's allocator; then the same call with the default budget."""
-    torch = pytest.importorskip("torch")
-    rows, top_k = 4096, 16
-    batch = make_batch(np.random.default_rng(0), new_tokens=[rows], cached=[100], num_heads=8, head_dim=32, top_k=top_k,
-                       max_prompt_length=rows, max_context_length=2**28, page_size=64)
-    wide = torch.zeros((1, 2**22), dtype=torch.int32, device="cuda")
-    wide[:, :batch.lookup_table.shape[1]] = to_torch(batch.lookup_table)
-    cache = indexer.PagedKeyCache(to_torch(batch.blocks), to_torch(batch.scales), to_torch(batch.cache_lengths), wide,
-                                  max_prompt_length=rows, max_context_length=2**28)
-    arguments = to_torch(batch.q), to_torch(batch.q_s), to_torch(batch.input_row_offsets), cache
-    with pytest.raises(MemoryError, match=rf"scores_budget_bytes bounds \({2**60} here\), could not be allocated"):
-        SELECT(*arguments, top_k=top_k, scores_budget_bytes=2**60)
-    assert_same_bits(to_host(SELECT(*arguments, top_k=top_k, scores_budget_bytes=2**33)), batch.select(ORACLE))
 
 
 def test_the_readme_example():
