@@ -11,7 +11,7 @@ import importlib
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -296,9 +296,10 @@ def kernel_array(array: Any, dtype: str | None = None) -> Any:
     return view
 
 
-def row_range(array: Any, start: int, stop: int) -> Any:
-    """Rows [start, stop) of what `kernel_array` gave."""
-    return array[start:stop] if SIMULATED else array.rows(start, stop)
+def flat_array(array: Any, dtype: str | None = None) -> Any:
+    """As `kernel_array`, with all items of a C-contiguous array in one axis."""
+    view = describe("array", array)
+    return kernel_array(replace(view, shape=(view.size,), strides=(view.itemsize,)), dtype)
 
 
 class _HostInterface:

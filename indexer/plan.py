@@ -66,6 +66,7 @@ def workspace_parts(max_tokens: int, max_candidates: int, top_k: int, scores_bud
         "lists": 8 * sampled_selection.CAPACITY * max(1, min(num_shared, max_tokens)),
         "located": 2 * aligned(4 * max_tokens),
         "ranks": max_tokens * rank_bytes,
+        "packing": 8,
         "no scores": 4,
     }
     return {name: aligned(num_bytes) for name, num_bytes in parts.items()}
