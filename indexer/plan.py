@@ -223,7 +223,8 @@ class IndexerPlan:
 
         zeros = _memory(self._workspace.address, plan.zeros_shape, "int32")
         steps = select_steps(call, plan, arithmetic, scratch, out, out_scores, zeros)
-        return steps, [replace(view, owner=None) for view in call.views if view.stream is not None]         # keeps no array alive
+        produced = [replace(view, owner=None, capsule=None) for view in call.views if view.stream is not None]
+        return steps, produced                # keeps no array alive
 
     def _check_bounds(self, call: Call) -> None:
         for view in call.views:
