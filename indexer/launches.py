@@ -152,11 +152,13 @@ class Plan:
         """Whether scorer and selection find a row's request by themselves: the Hopper scorer, then the sampled selection."""
         return self.tma is not None and self.num_pieces > 0 and not self.rank_width
 
+
 def takes_tma(call: Call, arithmetic: str) -> bool:
     """Whether the Hopper scorer's fast kernel takes a call whose inputs are on the device."""
     return arithmetic == "wgmma" and tma_tile.supports(call, call.q, call.keys, call.key_scales)
 
 
+UNPACKED = ArrayView("packing", 0, (0,), (4,), "int32", True, "cuda", None)
 Scratch = Callable[[tuple[int, ...], str], Any]           # (shape, dtype) -> device memory that lasts until the steps have run
 
 
@@ -188,8 +190,9 @@ def select_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out:
     located = () if plan.finds_rows else _located_rows(call, scratch, steps)
     memory = scratch(plan.scores_shape, "float32")
     scores, bits = flat_array(memory), flat_array(memory, "uint32")
-    packing = kernel_array(scratch((2 if plan.is_packed else 0,), "int32"))
+    packing = kernel_array(UNPACKED)
     if plan.is_packed:
+        packing = kernel_array(scratch((2,), "int32"))
         steps.append(Launch(rows.PACK_CHUNKS, 1, (*of_lengths, call.width, math.prod(plan.scores_shape), call.num_tokens, packing)))
     with_scores = int(out_scores is not None)
     targets = (kernel_array(out), kernel_array(scratch((1, 1), "float32") if out_scores is None else out_scores, "uint32"),
@@ -230,9 +233,9 @@ def score_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out: 
     located = _located_rows(call, scratch, steps)
     steps.append(Launch(rows.FILL_OUTSIDE, call.num_tokens,
                         (kernel_array(out, "uint32"), located[1], int(everywhere and plan.tma is not None))))
-    chunk, packing = (0, call.num_tokens, call.width, call.num_tokens), kernel_array(scratch((0,), "int32"))
     score = _scorer(call, plan, arithmetic, scratch, located, counters, 0)
-    steps.append(score(flat_array(out), flat_array(out, "uint32"), chunk, packing))
+    all_rows = 0, call.num_tokens, call.width, call.num_tokens
+    steps.append(score(flat_array(out), flat_array(out, "uint32"), all_rows, kernel_array(UNPACKED)))
     return steps
 
 
