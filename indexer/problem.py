@@ -202,7 +202,7 @@ def describe(name: str, array: Any) -> ArrayView:
         exported = _exported(name, array)
         if exported is not None:
             return ArrayView(name, exported.address, exported.shape, exported.strides, exported.dtype, True, "cuda", array,
-                             not exported.read_only, dlpack.LEGACY_STREAM, exported.capsule)
+                             not (exported.read_only or _says_read_only(interface)), dlpack.LEGACY_STREAM, exported.capsule)
     if interface is None:
         raise TypeError(f"{name} must be a NumPy array, a torch tensor or an array on a GPU with __cuda_array_interface__ or "
                         f"__dlpack__, got {type(array).__name__}")
@@ -224,6 +224,12 @@ def describe(name: str, array: Any) -> ArrayView:
 def _names_no_stream(interface: Any) -> bool:
     """Whether an array interface is from before version 3, or knows no kind of FP8: then DLPack tells more."""
     return isinstance(interface, dict) and (interface.get("version", 0) in (0, 1, 2) or interface.get("typestr") == "|V1")
+
+
+def _says_read_only(interface: Any) -> bool:
+    """Whether an array interface does; DLPack has no word for it before version 1.0."""
+    data = interface.get("data") if isinstance(interface, dict) else None
+    return isinstance(data, tuple) and len(data) == 2 and bool(data[1])
 
 
 def _exported(name: str, array: Any) -> dlpack.Exported | None:

@@ -120,6 +120,9 @@ def test_dlpack_or_the_array_interface(interface, through_dlpack):
     interface = {**interface, "shape": (2, 3), "data": (4096, False)}
     view = describe("q", Exporting(np.zeros((2, 3), np.int32), __cuda_array_interface__=interface))
     assert (view.address != 4096) == through_dlpack
+    assert view.writeable
+    interface["data"] = (4096, True)
+    assert not describe("q", Exporting(np.zeros((2, 3), np.int32), __cuda_array_interface__=interface)).writeable
     on_host = Exporting(np.zeros((2, 3), np.int32), HOST, __cuda_array_interface__=interface)
     assert describe("q", on_host).address == 4096
 
