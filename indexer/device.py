@@ -365,6 +365,23 @@ class Kernel:
         Launch(self, num_blocks, args, shared_bytes).enqueue(handle)
 
 
+def max_clusters(kernel: Kernel) -> dict[int, int]:
+    """How many clusters of 2, 4, 8 and 16 blocks of a kernel run at a time on the current device; none but on Hopper."""
+    return {} if not has_wgmma() else _max_clusters(kernel, cuda.get_current_device().id)
+
+
+@functools.cache
+def _max_clusters(kernel: Kernel, ordinal: int) -> dict[int, int]:
+    from cuda.bindings import driver
+    counts = {}
+    for blocks in (2, 4, 8, 16):
+        launch = Launch(kernel, blocks, (), max_shared_bytes(), blocks)
+        error, counts[blocks] = driver.cuOccupancyMaxActiveClusters(launch._function, launch._config)
+        if int(error):
+            counts[blocks] = 0
+    return counts
+
+
 class Launch:
     """A kernel with its arguments, compiled and packed for the current device, to be enqueued any number of times.
 
@@ -377,6 +394,8 @@ class Launch:
         Arrays as `kernel_array` gives them, or that `describe` can read. They are not kept alive.
     shared_bytes : int
         Dynamic shared memory of a block.
+    blocks_per_cluster : int
+        Blocks that run at the same time and read each other's shared memory.
 
     Raises
     ------
@@ -384,7 +403,8 @@ class Launch:
         For a number of blocks that no grid has.
     """
 
-    def __init__(self, kernel: Kernel, num_blocks: int, args: tuple[Any, ...], shared_bytes: int = 0) -> None:
+    def __init__(self, kernel: Kernel, num_blocks: int, args: tuple[Any, ...], shared_bytes: int = 0,
+                 blocks_per_cluster: int = 1) -> None:
         if not 0 < num_blocks <= MAX_GRID:
             raise ValueError(f"a launch takes 1 to {MAX_GRID} blocks, got {num_blocks}")
         if SIMULATED:
@@ -407,6 +427,13 @@ class Launch:
         self._config = driver.CUlaunchConfig()
         self._config.gridDimX, self._config.blockDimX, self._config.sharedMemBytes = num_blocks, kernel.threads, shared_bytes
         self._config.gridDimY = self._config.gridDimZ = self._config.blockDimY = self._config.blockDimZ = 1
+        if blocks_per_cluster > 1:
+            _allow_large_clusters(compiled, device.id)
+            cluster = driver.CUlaunchAttribute()
+            cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            cluster.value.clusterDim.x = blocks_per_cluster
+            cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1
+            self._config.attrs, self._config.numAttrs = [cluster], 1
 
     def enqueue(self, handle: int) -> None:
         """Puts it on a stream of the device that it was made for, whose context is current."""
@@ -450,6 +477,18 @@ def _allow_dynamic_shared(compiled: Any, ordinal: int) -> None:
     """Lifts the default limit of 48 KiB to the device's own; numba does not."""
     from cuda.bindings import driver
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _set_attribute(compiled, ordinal, attribute, max_shared_bytes())
+
+
+@functools.cache
+def _allow_large_clusters(compiled: Any, ordinal: int) -> None:
+    """Lifts the limit of 8 blocks per cluster, which every card with clusters has, to the device's own."""
+    from cuda.bindings import driver
+    _set_attribute(compiled, ordinal, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+
+
+def _set_attribute(compiled: Any, ordinal: int, attribute: Any, value: int) -> None:
+    from cuda.bindings import driver
     kernel = compiled._codelibrary.get_cufunc().kernel.handle
-    _check(driver.cuKernelSetAttribute(attribute, max_shared_bytes(), kernel, driver.CUdevice(ordinal)),
-           f"the limit of dynamic shared memory could not be raised to {max_shared_bytes()} bytes")
+    _check(driver.cuKernelSetAttribute(attribute, value, kernel, driver.CUdevice(ordinal)),
+           f"{attribute.name} could not be set to {value}")

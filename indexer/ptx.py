@@ -88,6 +88,23 @@ store_shared_f32 = instruction("st.shared.f32 [$0], $1;", void, u32, f32)
 # orders this thread's ordinary shared stores before what the tensor cores and the copy engine read
 fence_shared_to_async = instruction("fence.proxy.async.shared::cta;", void)
 
+# ------------------------------------------------------------------------------------------------------------------ clusters
+
+cluster_id = instruction("mov.u32 $0, %clusterid.x;", u32, memory=False)
+cluster_rank = instruction("mov.u32 $0, %cluster_ctarank;", u32, memory=False)
+cluster_size = instruction("mov.u32 $0, %cluster_nctarank;", u32, memory=False)
+# every thread of the cluster's blocks arrives, then waits; of memory, it orders barriers that were made before, and no more
+cluster_arrive = instruction("barrier.cluster.arrive.relaxed.aligned;", void)
+cluster_wait = instruction("barrier.cluster.wait.acquire.aligned;", void)
+# stores at this address in the shared memory of the cluster's block with that rank: its barrier, the last, counts 4 bytes
+store_cluster_u32 = instruction(
+    "{ .reg .u32 there, barrier; mapa.shared::cluster.u32 there, $0, $1; mapa.shared::cluster.u32 barrier, $3, $1; "
+    "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [there], $2, [barrier]; }", void, u32, u32, u32, u32)
+
+# ---------------------------------------------------------------------------------------------------------------------- warp
+
+warp_sum = instruction("redux.sync.add.s32 $0, $1, 0xffffffff;", i32, i32)
+
 # ------------------------------------------------------------------------------------------------------------------ barriers
 
 mbarrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", void, u32, u32)

@@ -12,6 +12,11 @@ from .device import SIMULATED, Kernel
 from .selection import MINUS_INF_BITS
 
 THREADS = 8 if SIMULATED else 128
+LENGTHS_SIGNATURE = (                         # what `find_candidates` takes of the requests
+    types.Array(types.int32, 1, "A"),         # offsets [B + 1]
+    types.Array(types.int32, 1, "A"),         # lengths [B]
+    types.int32, types.int64, types.int64,    # causal, kpool, width
+)
 
 
 @cuda.jit(device=True, inline="always")
@@ -24,6 +29,21 @@ def count_candidates(offsets, lengths, request, token, causal, kpool, width):
     if cached >= 0:
         count = max(visible, int64(0)) // int64(kpool)
     return int32(min(count, int64(width)))
+
+
+@cuda.jit(device=True, inline="always")
+def find_candidates(offsets, lengths, token, causal, kpool, width):
+    """`count_candidates` of a token of the last request whose offset is not behind it, found by the whole block."""
+    tid, threads = int32(cuda.threadIdx.x), int32(cuda.blockDim.x)
+    num_requests = int32(lengths.shape[0])
+    request = int32(0)
+    first = int32(1)
+    while first < num_requests:
+        other = first + tid
+        request += int32(cuda.syncthreads_count(int32(1) if other < num_requests and offsets[other] <= token else int32(0)))
+        first = int32(first + threads)
+    candidates = count_candidates(offsets, lengths, request, token, causal, kpool, width)
+    return cuda.shfl_sync(0xFFFFFFFF, candidates, 0)          # so that the compiler, too, knows it to be one value per warp
 
 
 def _locate_rows(offsets, lengths, causal, kpool, width, row_request, row_candidates):

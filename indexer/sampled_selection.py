@@ -18,7 +18,7 @@ from numba.cuda import types
 
 from .chunks import chunk_rows
 from .device import SIMULATED, Kernel
-from .rows import count_candidates
+from .rows import LENGTHS_SIGNATURE, find_candidates
 from .selection import MINUS_INF_BITS, SELECT_SIGNATURE, sortable
 
 THREADS = 512
@@ -243,21 +243,6 @@ def row_and_piece(place, num_pieces):
 
 
 @cuda.jit(device=True, inline="always")
-def find_candidates(offsets, lengths, token, causal, kpool, width):
-    """`count_candidates` of a token of the last request whose offset is not behind it, found by the whole block."""
-    tid = int32(cuda.threadIdx.x)
-    num_requests = int32(lengths.shape[0])
-    request = int32(0)
-    first = int32(1)
-    while first < num_requests:
-        other = first + tid
-        request += int32(cuda.syncthreads_count(int32(1) if other < num_requests and offsets[other] <= token else int32(0)))
-        first = int32(first + STEP)
-    candidates = count_candidates(offsets, lengths, request, token, causal, kpool, width)
-    return cuda.shfl_sync(0xFFFFFFFF, candidates, 0)          # so that the compiler, too, knows it to be one value per warp
-
-
-@cuda.jit(device=True, inline="always")
 def select_piece(source, row, out, out_scores, token, with_scores, candidates, piece, num_pieces, lists, row_state):
     """A block's part of the selection of a row: all of it, or a piece, and what follows the pieces where it is the last to finish.
 
@@ -268,7 +253,7 @@ def select_piece(source, row, out, out_scores, token, with_scores, candidates, p
     item = cuda.local.array(ITEMS, uint32)
     tid = int32(cuda.threadIdx.x)
     lane = tid & int32(31)
-    warp = cuda.shfl_sync(0xFFFFFFFF, tid >> int32(5), 0)     # as in `find_candidates`
+    warp = cuda.shfl_sync(0xFFFFFFFF, tid >> int32(5), 0)     # so that the compiler, too, knows it to be one per warp
     top_k = int32(out.shape[1])
     wanted = min(top_k, candidates)
     if piece > 0 and candidates <= int32(DIRECT):
@@ -580,12 +565,6 @@ _PIECES = (
     types.Array(types.uint32, 2, "C"),        # lists [rows, 2 * CAPACITY]: what the pieces of a row hand over; [1, 1] for one piece
     types.Array(types.int32, 2, "C"),         # row_state [rows, 2], zero before and after: entries in the list, pieces done
 )
-_LENGTHS = (
-    types.Array(types.int32, 1, "A"),         # offsets [B + 1]
-    types.Array(types.int32, 1, "A"),         # lengths [B]
-    types.int32, types.int64,                 # causal, kpool
-)
-
 SELECT_ROWS_SAMPLED = Kernel(_select_rows_sampled, (*SELECT_SIGNATURE, *_PIECES), THREADS, blocks_per_multiprocessor=2)
-SELECT_FOUND_ROWS = Kernel(_select_found_rows, (SELECT_SIGNATURE[0], *_LENGTHS, *SELECT_SIGNATURE[2:], *_PIECES), THREADS,
-                           blocks_per_multiprocessor=2)
+SELECT_FOUND_ROWS = Kernel(_select_found_rows, (SELECT_SIGNATURE[0], *LENGTHS_SIGNATURE[:-1], *SELECT_SIGNATURE[2:], *_PIECES),
+                           THREADS, blocks_per_multiprocessor=2)

@@ -8,7 +8,7 @@ from codegen import assemble
 from numba import cuda
 from wgmma_kernel import WGMMA
 
-from indexer import rows, sampled_selection, scoring, selection, tma_scoring, tma_tile, wgmma_scoring
+from indexer import cluster_selection, rows, sampled_selection, scoring, selection, tma_scoring, tma_tile, wgmma_scoring
 
 TARGETS = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]
 HEAD_COUNTS = (8, 16, 32, 64)
@@ -31,6 +31,7 @@ HOPPER_KERNELS = {
     "wgmma_probe": WGMMA,
     "wgmma_scorer": wgmma_scoring.SCORE_ROWS,
     "select_found_rows": sampled_selection.SELECT_FOUND_ROWS,
+    "select_rows_of_clusters": cluster_selection.SELECT_ROWS_OF_CLUSTERS,
     **{name: tma_scoring.tma_scorer(tile) for name, tile in TMA_TILES.items()},
 }
 
@@ -135,10 +136,19 @@ def test_the_hopper_scorer(name):
     assert tile.shared_bytes <= H200_SHARED_BYTES
 
 
-def test_the_selection_behind_the_hopper_scorer():
-    ptx, report, sass = machine_code("select_found_rows", (9, 0, "a"))
+@pytest.mark.parametrize("name", ["select_found_rows", "select_rows_of_clusters"])
+def test_selections_on_hopper(name):
+    ptx, report, sass = machine_code(name, (9, 0, "a"))
     check_no_spills(ptx, report, sass)
     assert "BRA.DIV" not in opcodes(sass)
+
+
+def test_the_selection_in_clusters():
+    """Blocks talk by stores that count at a barrier; a release of the whole cluster would cost more than all the rest."""
+    _, _, sass = machine_code("select_rows_of_clusters", (9, 0, "a"))
+    assert count(sass, "STAS") >= 5
+    assert count(sass, "UCGABAR_ARV") == count(sass, "UCGABAR_WAIT") == 1
+    assert count(sass, "MEMBAR") == 0
 
 
 def test_numba_cuda_is_the_pinned_one():

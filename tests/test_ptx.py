@@ -41,6 +41,11 @@ PLAIN = [
      r"cp\.async\.bulk\.tensor\.3d\S+ \[%r\d+\], \[%rd\d+, \{%r\d+, %r\d+, %r\d+\}\], \[%r\d+\];", "UTMALDG.3D"),
     (ptx.copy_bytes, (uint32, uint64, uint32, uint32),
      r"cp\.async\.bulk\.shared\S+ \[%r\d+\], \[%rd\d+\], %r\d+, \[%r\d+\];", "UBLKCP"),
+    (ptx.cluster_arrive, (), r"barrier\.cluster\.arrive\.relaxed\.aligned;", "UCGABAR_ARV"),
+    (ptx.cluster_wait, (), r"barrier\.cluster\.wait\.acquire\.aligned;", "UCGABAR_WAIT"),
+    (ptx.store_cluster_u32, (uint32, uint32, uint32, uint32),
+     r"mapa\.shared::cluster\.u32 there, (%r\d+), (%r\d+); mapa\.shared::cluster\.u32 barrier, (%r\d+), \2; "
+     r"st\.async\.weak\.shared::cluster\.mbarrier::complete_tx::bytes\.u32 \[there\], %r\d+, \[barrier\];", "STAS"),
     (ptx.wgmma_wait_0, (), r"wgmma\.wait_group\.sync\.aligned 0;", None),
     (ptx.wgmma_wait_1, (), r"wgmma\.wait_group\.sync\.aligned 1;", None),
 ]
@@ -72,6 +77,27 @@ def test_loads_return_what_they_load():
     assert re.search(r"ld\.shared\.u32 %r\d+, \[%r\d+\];", text)
     assert re.search(r"ld\.shared\.f32 %f\d+, \[%r\d+\];", text)
     assert sass.count("LDS") == 2
+
+
+@pytest.mark.parametrize(("function", "register"), [
+    (ptx.cluster_id, "%clusterid.x"), (ptx.cluster_rank, "%cluster_ctarank"), (ptx.cluster_size, "%cluster_nctarank")])
+def test_places_in_a_cluster(function, register):
+    def kernel(words):
+        words[0] = function()
+
+    text, _ = compiled(kernel, WORDS)
+    assert f", {register};" in text
+
+
+def test_a_sum_over_a_warp():
+    warp_sum = ptx.warp_sum
+
+    def kernel(numbers):
+        numbers[0] = warp_sum(numbers[1])
+
+    text, sass = compiled(kernel, types.Array(types.int32, 1, "C"))
+    assert re.search(r"redux\.sync\.add\.s32 %r\d+, %r\d+, 0xffffffff;", text)
+    assert "REDUX.SUM.S32" in sass
 
 
 def test_addresses_of_shared_arrays_are_in_the_shared_window():
