@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from numba import cuda, int32, int64, uint32
+from numba.cuda import types
 
 from .device import Kernel
 from .ptx import at as address_of
@@ -32,8 +33,8 @@ from .ptx import (
     store_cluster_u32,
     warp_sum,
 )
-from .rows import find_candidates
-from .sampled_selection import LENGTHS_SIGNATURE, at, lowest_bit, warp_running_sum
+from .rows import LENGTHS_SIGNATURE, find_candidates
+from .sampled_selection import at, lowest_bit, warp_running_sum
 from .selection import MINUS_INF_BITS, SELECT_SIGNATURE, sortable
 
 THREADS = 1024
@@ -459,5 +460,5 @@ def _select_rows_of_clusters(bits, offsets, lengths, causal, kpool, width, out, 
 
 SELECT_ROWS_OF_CLUSTERS = Kernel(
     _select_rows_of_clusters,
-    (SELECT_SIGNATURE[0], *LENGTHS_SIGNATURE, *SELECT_SIGNATURE[3:], int32),
+    (types.Array(types.uint32, 2, "C"), *LENGTHS_SIGNATURE, *SELECT_SIGNATURE[4:], int32),
     THREADS, blocks_per_multiprocessor=1)

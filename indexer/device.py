@@ -12,7 +12,7 @@ import re
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from .problem import ArrayView, describe
 SIMULATED = bool(config.ENABLE_CUDASIM)
 OLDEST_CAPABILITY = (7, 5)
 MAX_GRID = 2**31 - 1                          # along x, on every supported card
+DEFAULT_STREAMS = (0, 1, 2)                   # the default, the legacy and the per-thread one
 
 
 class NoDeviceError(RuntimeError):
@@ -159,7 +160,7 @@ def stream_handle(stream: Any, library: str, ordinal: int | None = None) -> int:
     TypeError
         If it is no stream.
     ValueError
-        If it is an int that no CUstream can be.
+        If it is an int that no CUstream can be, or a stream of another device than the current one.
 
     Notes
     -----
@@ -167,15 +168,21 @@ def stream_handle(stream: Any, library: str, ordinal: int | None = None) -> int:
     RuntimeError then. It need not know, as CUDA leaves undefined what a destroyed stream does; nor can it, once a new stream has
     the handle.
     """
-    if stream is None:
-        if SIMULATED:
-            return 0
-        if library == "torch":
-            ordinal = cuda.current_context().device.id if ordinal is None else ordinal
-            return int(sys.modules["torch"].cuda.current_stream(ordinal).cuda_stream)
-        if library == "cupy":
-            return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+    if stream is not None:
+        handle = _given_handle(stream)
+        _require_current_device(handle)
+        return handle
+    if SIMULATED:
         return 0
+    if library == "torch":
+        ordinal = cuda.current_context().device.id if ordinal is None else ordinal
+        return int(sys.modules["torch"].cuda.current_stream(ordinal).cuda_stream)
+    if library == "cupy":
+        return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+    return 0
+
+
+def _given_handle(stream: Any) -> int:
     if isinstance(stream, int) and not isinstance(stream, bool):
         if not 0 <= stream < 2**64:
             raise ValueError(f"stream must be a CUstream, in [0, 2**64), got {stream}")
@@ -188,6 +195,18 @@ def stream_handle(stream: Any, library: str, ordinal: int | None = None) -> int:
             if hasattr(stream, attribute):
                 return int(getattr(stream, attribute))
     raise TypeError(f"stream must be None, an int or a stream of torch, CuPy, numba or cuda.core, got {type(stream).__name__}")
+
+
+def _require_current_device(handle: int) -> None:
+    """Refuses a stream of another device, where the driver can tell (from CUDA 12.8 on); default streams belong to all."""
+    if SIMULATED or handle in DEFAULT_STREAMS:
+        return
+    from cuda.bindings import driver
+    with contextlib.suppress(AttributeError, RuntimeError):                 # older bindings, older drivers
+        error, device = driver.cuStreamGetDevice(handle)
+        current = cuda.get_current_device().id
+        if not int(error) and int(device) != current:
+            raise ValueError(f"stream must be of device {current}, as the arrays are, got one of device {int(device)}")
 
 
 def is_capturing(handle: int) -> bool:
@@ -333,9 +352,10 @@ def kernel_array(array: Any, dtype: str | None = None) -> Any:
     return view
 
 
-def row_range(array: Any, start: int, stop: int) -> Any:
-    """Rows [start, stop) of what `kernel_array` gave."""
-    return array[start:stop] if SIMULATED else array.rows(start, stop)
+def flat_array(array: Any, dtype: str | None = None) -> Any:
+    """As `kernel_array`, with all items of a C-contiguous array in one axis."""
+    view = describe("array", array)
+    return kernel_array(replace(view, shape=(view.size,), strides=(view.itemsize,)), dtype)
 
 
 class _HostInterface:

@@ -4,6 +4,7 @@ arguments -> `problem.check_call` -> `Plan` -> scratch and launches. The kernels
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from . import rows, sampled_selection, scoring, selection
-from .device import MAX_GRID, Launch, clear, kernel_array, row_range
+from .device import MAX_GRID, Launch, clear, flat_array, kernel_array
 from .problem import ArrayView, Call, describe
 
 if not scoring.SIMULATED:                     # the simulator knows no PTX
@@ -48,15 +49,21 @@ class Plan:
     tma : TmaTile or None
         Of the Hopper scorer, where it takes the call.
     rows_per_chunk : int
-        Rows of the score matrix held at a time.
+        Rows of the score matrix held at a time, at least.
+    num_chunks : int
+        Chunks that all rows need, at most.
+    is_packed : bool
+        Whether the lengths tell how many rows a chunk holds (`chunks`): where there are several.
     width : int
         Columns of the score matrix, W, at least 1.
     num_splits : int
         Blocks that share the key tiles of a row, but for the Hopper scorer.
     skip_up_to : int
         Rows with at most so many candidates need no scores: all are selected.
+    row_blocks : int
+        Blocks of a kernel that takes whole rows: one for each; as many as run at a time where the lengths tell how many there are.
     num_pieces : int
-        Blocks that share a row in selection; 0 for the portable kernel, which has one block per row.
+        Blocks that share a row in selection; 0 for the portable kernel, where one block takes whole rows.
     rank_width : int
         Entries per row that are sorted; 0 for order "index".
     select_shared_bytes : int
@@ -67,9 +74,12 @@ class Plan:
     tile: scoring.ScoreTile
     tma: tma_tile.TmaTile | None
     rows_per_chunk: int
+    num_chunks: int
+    is_packed: bool
     width: int
     num_splits: int
     skip_up_to: int
+    row_blocks: int
     num_pieces: int
     rank_width: int
     select_shared_bytes: int
@@ -92,22 +102,25 @@ class Plan:
         width = max(1, call.width)
         num_tiles = -(-width // tile.block_kv)
         num_rows = min(call.rows_per_chunk, MAX_GRID)
+        num_chunks = -(-call.num_tokens // num_rows)
+        is_packed = num_chunks > 1 and call.width > 0
+        row_blocks = min(call.num_tokens, 2 * num_multiprocessors) if is_packed else num_rows
         num_splits = min(scoring.splits_per_row(num_rows, num_tiles, num_multiprocessors), MAX_GRID // num_rows)
         by_score = call.order == "score"
         skip_up_to = 0 if with_scores or by_score else min(call.top_k, width)
         rank_width = selection.next_power_of_two(max(1, min(call.top_k, width))) if by_score else 0
         num_pieces = 0
         if sampled_selection.supports(width, call.top_k, shared_bytes_limit):
-            num_pieces = sampled_selection.pieces_per_row(num_rows, width, num_multiprocessors)
+            num_pieces = 1 if is_packed else sampled_selection.pieces_per_row(num_rows, width, num_multiprocessors)
         tma = None
         if use_tma:
             tma = tma_tile.tile_for(call.num_heads, call.q.shape[2], tokens_per_request or -(-call.num_tokens // call.num_requests),
                                     shared_bytes_limit)
         select_shared_bytes = sampled_selection.shared_bytes(width)
-        if num_rows * num_pieces <= num_multiprocessors:      # so few that each can have a multiprocessor: it gets more than half
+        if row_blocks * num_pieces <= num_multiprocessors:    # so few that each can have a multiprocessor: it gets more than half
             select_shared_bytes = max(select_shared_bytes, shared_bytes_limit // 2 + 1024)
-        return cls(num_multiprocessors, tile, tma, num_rows, width, num_splits, skip_up_to, num_pieces, rank_width,
-                   select_shared_bytes)
+        return cls(num_multiprocessors, tile, tma, num_rows, num_chunks, is_packed, width, num_splits, skip_up_to, row_blocks,
+                   num_pieces, rank_width, select_shared_bytes)
 
     @property
     def scores_shape(self) -> tuple[int, int]:
@@ -122,7 +135,7 @@ class Plan:
     @property
     def ranks_shape(self) -> tuple[int, int]:
         """Of the sort's scratch, uint64."""
-        return self.rows_per_chunk, self.rank_width
+        return self.row_blocks, self.rank_width
 
     @property
     def lists_shape(self) -> tuple[int, int]:
@@ -139,16 +152,13 @@ class Plan:
         """Whether scorer and selection find a row's request by themselves: the Hopper scorer, then the sampled selection."""
         return self.tma is not None and self.num_pieces > 0 and not self.rank_width
 
-    def chunks(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Half-open ranges of tokens that are scored and selected at a time."""
-        return [(start, min(start + self.rows_per_chunk, num_tokens)) for start in range(0, num_tokens, self.rows_per_chunk)]
-
 
 def takes_tma(call: Call, arithmetic: str) -> bool:
     """Whether the Hopper scorer's fast kernel takes a call whose inputs are on the device."""
     return arithmetic == "wgmma" and tma_tile.supports(call, call.q, call.keys, call.key_scales)
 
 
+UNPACKED = ArrayView("packing", 0, (0,), (4,), "int32", True, "cuda", None)
 Scratch = Callable[[tuple[int, ...], str], Any]           # (shape, dtype) -> device memory that lasts until the steps have run
 
 
@@ -176,9 +186,14 @@ def select_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out:
         if zeros is None:
             zeros = _cleared(plan.zeros_shape, scratch, steps)
         counters = _counters(zeros)
+    of_lengths = kernel_array(call.offsets), kernel_array(call.lengths), int(call.causal), call.kpool
     located = () if plan.finds_rows else _located_rows(call, scratch, steps)
     memory = scratch(plan.scores_shape, "float32")
-    scores, bits = kernel_array(memory), kernel_array(memory, "uint32")
+    scores, bits = flat_array(memory), flat_array(memory, "uint32")
+    packing = kernel_array(UNPACKED)
+    if plan.is_packed:
+        packing = kernel_array(scratch((2,), "int32"))
+        steps.append(Launch(rows.PACK_CHUNKS, 1, (*of_lengths, call.width, math.prod(plan.scores_shape), call.num_tokens, packing)))
     with_scores = int(out_scores is not None)
     targets = (kernel_array(out), kernel_array(scratch((1, 1), "float32") if out_scores is None else out_scores, "uint32"),
                with_scores)
@@ -191,17 +206,18 @@ def select_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out:
         shared_bytes = plan.select_shared_bytes
     if plan.finds_rows:
         kernel = sampled_selection.SELECT_FOUND_ROWS
-        of_rows = kernel_array(call.offsets), kernel_array(call.lengths), int(call.causal), call.kpool, call.width
+        of_rows = of_lengths
     if plan.rank_width:
         ranks = kernel_array(scratch(plan.ranks_shape, "uint64"), "uint64")
     score = _scorer(call, plan, arithmetic, scratch, located, counters, plan.skip_up_to) if call.width else None
-    for start, stop in plan.chunks(call.num_tokens):
+    for slot in range(plan.num_chunks):
+        chunk = slot, plan.rows_per_chunk, call.width, call.num_tokens
         if score:
-            steps.append(score(start, stop, scores, bits))
-        steps.append(Launch(kernel, (stop - start) * max(1, plan.num_pieces), (bits, *of_rows, start, *targets, *pieces),
-                            shared_bytes))
+            steps.append(score(scores, bits, chunk, packing))
+        of_chunk = (bits, *of_rows, chunk, packing, *targets)
+        steps.append(Launch(kernel, plan.row_blocks * max(1, plan.num_pieces), (*of_chunk, *pieces), shared_bytes))
         if plan.rank_width:
-            steps.append(Launch(selection.RANK_ROWS, stop - start, (bits, *of_rows, start, *targets, ranks)))
+            steps.append(Launch(selection.RANK_ROWS, plan.row_blocks, (*of_chunk, ranks)))
     return steps
 
 
@@ -215,11 +231,11 @@ def score_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out: 
     if plan.tma:
         counters = _counters(_cleared((1, 2), scratch, steps))
     located = _located_rows(call, scratch, steps)
-    scores, bits = kernel_array(out), kernel_array(out, "uint32")
-    steps.append(Launch(rows.FILL_OUTSIDE, call.num_tokens, (bits, located[1], int(everywhere and plan.tma is not None))))
+    steps.append(Launch(rows.FILL_OUTSIDE, call.num_tokens,
+                        (kernel_array(out, "uint32"), located[1], int(everywhere and plan.tma is not None))))
     score = _scorer(call, plan, arithmetic, scratch, located, counters, 0)
-    for start, stop in plan.chunks(call.num_tokens):
-        steps.append(score(start, stop, row_range(scores, start, stop), row_range(bits, start, stop)))
+    all_rows = 0, call.num_tokens, call.width, call.num_tokens
+    steps.append(score(flat_array(out), flat_array(out, "uint32"), all_rows, kernel_array(UNPACKED)))
     return steps
 
 
@@ -245,46 +261,46 @@ def _located_rows(call: Call, scratch: Scratch, steps: list[Step]) -> tuple[Any,
 
 
 def _scorer(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, located: tuple[Any, ...], counters: Any,
-            skip_up_to: int) -> Callable[[int, int, Any, Any], Launch]:
+            skip_up_to: int) -> Callable[[Any, Any, tuple[int, ...], Any], Launch]:
     """What all chunks share of a scorer's launch, made once.
 
     Returns
     -------
-    function of (start, stop, scores, bits)
-        The launch that puts the scores of the tokens [start, stop) into the first rows of `scores`; `bits` is the same memory.
+    function of (scores, bits, chunk, packing)
+        The launch that puts the scores of a chunk's tokens into the first rows of `scores`; `bits` is the same memory.
     """
     if plan.tma is not None:
         return _tma_scorer(call, plan, plan.tma, scratch, counters, skip_up_to)
     data = (*map(kernel_array, (call.q, call.q_s, call.keys, call.key_scales, call.table)), *located)
 
-    def score(start: int, stop: int, scores: Any, bits: Any) -> Launch:
-        num_blocks = (stop - start) * plan.num_splits
+    def score(scores: Any, bits: Any, chunk: tuple[int, ...], packing: Any) -> Launch:
+        num_blocks = plan.rows_per_chunk * plan.num_splits
         if arithmetic == "wgmma":
-            return Launch(wgmma_scoring.SCORE_ROWS, num_blocks, (*data, scores, start, skip_up_to, plan.num_splits))
+            return Launch(wgmma_scoring.SCORE_ROWS, num_blocks, (*data, scores, chunk, packing, skip_up_to, plan.num_splits))
         code = scoring.FP8_CODES[call.fp8_dtype]
         return Launch(scoring.exact_scorer(plan.tile), num_blocks,
-                      (*data, scores, bits, start, skip_up_to, plan.num_splits, code.nan_mask, code.nan_bits,
+                      (*data, scores, bits, chunk, packing, skip_up_to, plan.num_splits, code.nan_mask, code.nan_bits,
                        np.float32(code.unit**2)))
 
     return score
 
 
 def _tma_scorer(call: Call, plan: Plan, tile: tma_tile.TmaTile, scratch: Scratch, counters: Any,
-                skip_up_to: int) -> Callable[[int, int, Any, Any], Launch]:
+                skip_up_to: int) -> Callable[[Any, Any, tuple[int, ...], Any], Launch]:
     num_blocks, page_size, _ = call.keys.shape
     rows_per_copy = min(page_size, tile_schedule.BLOCK_KV)
     maps = tma_tile.tensor_map(call.q, (tile.block_q, tile.heads)), tma_tile.tensor_map(call.keys, (1, rows_per_copy))
     table_start, table_end = call.table.extent
     inputs = (counters, call.q_s, call.key_scales.address, call.key_scales.strides[0], call.offsets, call.lengths, call.table,
               table_start, table_end - table_start)
-    dimensions = (call.width, num_blocks, rows_per_copy.bit_length() - 1, max(1, page_size // tile_schedule.BLOCK_KV),
+    dimensions = (num_blocks, rows_per_copy.bit_length() - 1, max(1, page_size // tile_schedule.BLOCK_KV),
                   int(call.causal), tile_schedule.divisor(call.kpool))
     bounds = tile_schedule.enough_visible(skip_up_to, call.kpool), tile_schedule.visible_limit(call.width, call.kpool)
     kernel = tma_scoring.tma_scorer(tile)
     memory = describe("maps", scratch(plan.maps_shape, "uint64"))
 
-    def score(start: int, stop: int, scores: Any, bits: Any) -> Launch:
+    def score(scores: Any, bits: Any, chunk: tuple[int, ...], packing: Any) -> Launch:
         return Launch(kernel, plan.num_multiprocessors,
-                      (*maps, memory.address, *inputs, scores.address, *dimensions, start, stop, *bounds), tile.shared_bytes)
+                      (*maps, memory.address, *inputs, scores.address, chunk, packing, *dimensions, *bounds), tile.shared_bytes)
 
     return score

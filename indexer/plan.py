@@ -66,6 +66,7 @@ def workspace_parts(max_tokens: int, max_candidates: int, top_k: int, scores_bud
         "lists": 8 * sampled_selection.CAPACITY * max(1, min(num_shared, max_tokens)),
         "located": 2 * aligned(4 * max_tokens),
         "ranks": max_tokens * rank_bytes,
+        "packing": 8,
         "no scores": 4,
     }
     return {name: aligned(num_bytes) for name, num_bytes in parts.items()}
@@ -222,7 +223,8 @@ class IndexerPlan:
 
         zeros = _memory(self._workspace.address, plan.zeros_shape, "int32")
         steps = select_steps(call, plan, arithmetic, scratch, out, out_scores, zeros)
-        return steps, [replace(view, owner=None) for view in call.views if view.stream is not None]         # keeps no array alive
+        produced = [replace(view, owner=None, capsule=None) for view in call.views if view.stream is not None]
+        return steps, produced                # keeps no array alive
 
     def _check_bounds(self, call: Call) -> None:
         for view in call.views:

@@ -15,6 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from . import dlpack
+
 FP8_DTYPES = {
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
     "float8_e4m3fnuz": np.dtype(ml_dtypes.float8_e4m3fnuz),
@@ -65,13 +67,15 @@ class ArrayView:
     on_device : bool
         True for GPU memory.
     library : str
-        "numpy", "torch", "cupy", "numba" or "cuda" (another one with ``__cuda_array_interface__``).
+        "numpy", "torch", "cupy", "numba" or "cuda" (another one with ``__cuda_array_interface__`` or ``__dlpack__``).
     owner : object
         Keeps the memory alive.
     writeable : bool
         False for read-only memory.
     stream : int or None
         Stream on which the producer may still be writing, as ``__cuda_array_interface__`` names it.
+    capsule : object
+        Keeps the memory alive that was exported through DLPack.
     """
 
     name: str
@@ -84,6 +88,7 @@ class ArrayView:
     owner: Any
     writeable: bool = True
     stream: int | None = None
+    capsule: Any = None
 
     @property
     def itemsize(self) -> int:
@@ -118,9 +123,8 @@ class ArrayView:
 
     def sliced(self, *, axes: tuple[int, ...], offset: int = 0, dtype: str | None = None) -> ArrayView:
         """The same memory with only these axes, `offset` bytes further on, its items read as `dtype` of the same size."""
-        return ArrayView(self.name, self.address + offset if self.address else 0, tuple(self.shape[a] for a in axes),
-                         tuple(self.strides[a] for a in axes), dtype or self.dtype, self.on_device, self.library, self.owner,
-                         self.writeable, self.stream)
+        return replace(self, address=self.address + offset if self.address else 0, shape=tuple(self.shape[a] for a in axes),
+                       strides=tuple(self.strides[a] for a in axes), dtype=dtype or self.dtype)
 
     def rows(self, start: int, stop: int) -> ArrayView:
         """The range [start, stop) of the first axis."""
@@ -167,7 +171,8 @@ def describe(name: str, array: Any) -> ArrayView:
     name : str
         The argument's name, for messages.
     array : array
-        NumPy, torch (host or GPU), or anything with ``__cuda_array_interface__`` (numba, CuPy, ...).
+        NumPy, torch (host or GPU), or anything on a GPU with ``__cuda_array_interface__`` (numba, CuPy, ...) or ``__dlpack__``
+        (JAX, ...).
 
     Raises
     ------
@@ -193,9 +198,14 @@ def describe(name: str, array: Any) -> ArrayView:
     # numba's simulator marks its arrays as device arrays and has the host's array interface
     interface = getattr(array, "__cuda_array_interface__", None) or (
         array.__array_interface__ if getattr(array, "__cuda_ndarray__", False) else None)
+    if interface is None or _names_no_stream(interface):
+        exported = _exported(name, array)
+        if exported is not None:
+            return ArrayView(name, exported.address, exported.shape, exported.strides, exported.dtype, True, "cuda", array,
+                             not (exported.read_only or _says_read_only(interface)), dlpack.LEGACY_STREAM, exported.capsule)
     if interface is None:
-        raise TypeError(f"{name} must be a NumPy array, a torch tensor or an array with __cuda_array_interface__, "
-                        f"got {type(array).__name__}")
+        raise TypeError(f"{name} must be a NumPy array, a torch tensor or an array on a GPU with __cuda_array_interface__ or "
+                        f"__dlpack__, got {type(array).__name__}")
     try:
         shape, dtype = tuple(map(operator.index, interface["shape"])), np.dtype(interface["typestr"])
         strides, mask, stream = map(interface.get, ("strides", "mask", "stream"))
@@ -209,6 +219,26 @@ def describe(name: str, array: Any) -> ArrayView:
         raise TypeError(f"{name} must be an array without a mask, got {type(array).__name__}")
     library = next((name for name in ("numba", "cupy") if name in modules), "cuda")
     return ArrayView(name, address, shape, strides, _dtype_name(dtype), True, library, array, not read_only, stream)
+
+
+def _names_no_stream(interface: Any) -> bool:
+    """Whether an array interface is from before version 3, or knows no kind of FP8: then DLPack tells more."""
+    return isinstance(interface, dict) and (interface.get("version", 0) in (0, 1, 2) or interface.get("typestr") == "|V1")
+
+
+def _says_read_only(interface: Any) -> bool:
+    """Whether an array interface does; DLPack has no word for it before version 1.0."""
+    data = interface.get("data") if isinstance(interface, dict) else None
+    return isinstance(data, tuple) and len(data) == 2 and bool(data[1])
+
+
+def _exported(name: str, array: Any) -> dlpack.Exported | None:
+    """A device array through DLPack; None for one that does not speak it, or is elsewhere."""
+    try:
+        return dlpack.export(array) if dlpack.is_on_device(array) else None
+    except Exception as error:                    # whatever the producer raises
+        raise TypeError(f"{name} must be an array that DLPack can export, got one of {type(array).__name__} that gives "
+                        f"{_cut(f'{type(error).__name__}: {error}')}") from None
 
 
 def _cut(text: str) -> str:
@@ -413,9 +443,8 @@ class PagedKeyCache:
                 raise ValueError(f"pages must have {what} that is a multiple of 4 bytes, got {value}")
 
         blocks, scales = (
-            ArrayView("pages", view.address + offset if view.address else 0, (num_blocks, 1, 1, page_size, 1, width),
-                      (page_stride, page_stride, page_stride, row, row, item), dtype, view.on_device, view.library, view.owner,
-                      view.writeable, view.stream)
+            replace(view, address=view.address + offset if view.address else 0, shape=(num_blocks, 1, 1, page_size, 1, width),
+                    strides=(page_stride, page_stride, page_stride, row, row, item), dtype=dtype)
             for offset, width, row, item, dtype in ((0, head_dim, head_dim, 1, "uint8"),
                                                     (page_size * head_dim, 1, 4, 4, "float32")))
         return cls(blocks, scales, cache_lengths, lookup_table, max_prompt_length=max_prompt_length,

@@ -7,6 +7,7 @@ from __future__ import annotations
 from numba import cuda, int32, int64
 from numba.cuda import types
 
+from .chunks import PACKING, packed
 from .device import SIMULATED, Kernel
 from .selection import MINUS_INF_BITS
 
@@ -63,6 +64,22 @@ def _locate_rows(offsets, lengths, causal, kpool, width, row_request, row_candid
             row_candidates[token] = count_candidates(offsets, lengths, low, token, causal, kpool, width)
 
 
+def _pack_chunks(offsets, lengths, causal, kpool, width, num_scores, num_rows, packing):
+    """`packed` for the live lengths: those of all requests that have tokens. One block."""
+    longest = cuda.shared.array(1, int32)
+    tid = cuda.threadIdx.x
+    if tid == 0:
+        longest[0] = 0
+    cuda.syncthreads()
+    for request in range(tid, lengths.shape[0], cuda.blockDim.x):
+        end = offsets[request + 1]
+        if offsets[request] < end:
+            cuda.atomic.max(longest, 0, count_candidates(offsets, lengths, request, int64(end) - 1, causal, kpool, width))
+    cuda.syncthreads()
+    if tid == 0:
+        packing[0], packing[1] = packed(int64(longest[0]), width, num_scores, num_rows)
+
+
 def _fill_outside(bits, row_candidates, everywhere):
     """-inf at and behind each row's candidates, or everywhere; one block per row."""
     row = int64(cuda.blockIdx.x)
@@ -75,6 +92,11 @@ LOCATE_ROWS = Kernel(
     _locate_rows,
     (types.Array(types.int32, 1, "A"), types.Array(types.int32, 1, "A"), types.int32, types.int64, types.int64,
      types.Array(types.int32, 1, "C"), types.Array(types.int32, 1, "C")),
+    THREADS)
+PACK_CHUNKS = Kernel(
+    _pack_chunks,
+    (types.Array(types.int32, 1, "A"), types.Array(types.int32, 1, "A"), types.int32, types.int64, types.int64, types.int64,
+     types.int64, PACKING),
     THREADS)
 FILL_OUTSIDE = Kernel(_fill_outside, (types.Array(types.uint32, 2, "C"), types.Array(types.int32, 1, "C"), types.int32),
                       THREADS)

@@ -16,6 +16,7 @@ import math
 from numba import cuda, float32, int32, int64, uint32
 from numba.cuda import types
 
+from .chunks import chunk_rows
 from .device import SIMULATED, Kernel
 from .rows import LENGTHS_SIGNATURE, find_candidates
 from .selection import MINUS_INF_BITS, SELECT_SIGNATURE, sortable
@@ -150,6 +151,7 @@ def write_direct(shared, source, target, values, with_scores, candidates, low, m
     cuda.syncthreads()
     base = int32(warp << int32(5))
     while base < candidates:
+        cuda.syncwarp()
         i = int32(base + lane)
         key = shared[at(KEYS, i)]
         is_above = i < candidates and key > low
@@ -234,14 +236,14 @@ def is_selected(key, position, low, place_low):
 
 
 @cuda.jit(device=True, inline="always")
-def row_and_piece(num_pieces):
-    """What this block works on."""
-    row = uint32(cuda.blockIdx.x) // uint32(num_pieces)
-    return row, int32(uint32(cuda.blockIdx.x) - row * uint32(num_pieces))
+def row_and_piece(place, num_pieces):
+    """What a block works on."""
+    row = uint32(place) // uint32(num_pieces)
+    return row, int32(uint32(place) - row * uint32(num_pieces))
 
 
 @cuda.jit(device=True, inline="always")
-def select_piece(bits, row, out, out_scores, first_row, with_scores, candidates, piece, num_pieces, lists, row_state):
+def select_piece(source, row, out, out_scores, token, with_scores, candidates, piece, num_pieces, lists, row_state):
     """A block's part of the selection of a row: all of it, or a piece, and what follows the pieces where it is the last to finish.
 
     Thread t looks after keys t, t + THREADS, ... of what is searched: the row (`DIRECT` candidates or fewer), its sample, or what
@@ -254,8 +256,6 @@ def select_piece(bits, row, out, out_scores, first_row, with_scores, candidates,
     warp = cuda.shfl_sync(0xFFFFFFFF, tid >> int32(5), 0)     # so that the compiler, too, knows it to be one per warp
     top_k = int32(out.shape[1])
     wanted = min(top_k, candidates)
-    token = first_row + int64(row)
-    source = bits[row]
     if piece > 0 and candidates <= int32(DIRECT):
         return
 
@@ -523,22 +523,41 @@ def select_piece(bits, row, out, out_scores, first_row, with_scores, candidates,
         slot = int32(slot + STEP)
 
 
-def _select_rows_sampled(bits, row_candidates, first_row, out, out_scores, with_scores, num_pieces, lists, row_state):
-    """out[token] = positions of the min(top_k, v) best scores of row ``token - first_row``, ascending, then -1.
+def _select_rows_sampled(bits, row_candidates, chunk, packing, out, out_scores, with_scores, num_pieces, lists, row_state):
+    """out[token] = positions of the min(top_k, v) best scores of row ``token - start``, ascending, then -1.
 
-    Block ``row * num_pieces + piece`` streams that piece of its row.
+    Place ``row * num_pieces + piece`` is that piece of a row; the blocks take the places in turn. What they take is found anew each
+    time, as registers are scarce.
     """
-    row, piece = row_and_piece(num_pieces)
-    candidates = row_candidates[first_row + int64(row)]
-    select_piece(bits, row, out, out_scores, first_row, with_scores, candidates, piece, num_pieces, lists, row_state)
+    place = int32(cuda.blockIdx.x)
+    while True:
+        start, stop, pitch = chunk_rows(chunk, packing)
+        row, piece = row_and_piece(place, num_pieces)
+        token = start + int64(row)
+        if cuda.shfl_sync(0xFFFFFFFF, int32(token >= stop), 0):
+            break
+        candidates = min(row_candidates[token], int32(pitch))
+        select_piece(bits[int64(row) * pitch:(int64(row) + 1) * pitch], row, out, out_scores, token, with_scores, candidates, piece,
+                     num_pieces, lists, row_state)
+        cuda.syncthreads()
+        place = int32(place + int32(cuda.gridDim.x))
 
 
-def _select_found_rows(bits, offsets, lengths, causal, kpool, width, first_row, out, out_scores, with_scores, num_pieces, lists,
+def _select_found_rows(bits, offsets, lengths, causal, kpool, chunk, packing, out, out_scores, with_scores, num_pieces, lists,
                        row_state):
     """The same where no kernel has counted the rows' candidates before."""
-    row, piece = row_and_piece(num_pieces)
-    candidates = find_candidates(offsets, lengths, first_row + int64(row), causal, kpool, width)
-    select_piece(bits, row, out, out_scores, first_row, with_scores, candidates, piece, num_pieces, lists, row_state)
+    place = int32(cuda.blockIdx.x)
+    while True:
+        start, stop, pitch = chunk_rows(chunk, packing)
+        row, piece = row_and_piece(place, num_pieces)
+        token = start + int64(row)
+        if cuda.shfl_sync(0xFFFFFFFF, int32(token >= stop), 0):
+            break
+        candidates = find_candidates(offsets, lengths, token, causal, kpool, pitch)
+        select_piece(bits[int64(row) * pitch:(int64(row) + 1) * pitch], row, out, out_scores, token, with_scores, candidates, piece,
+                     num_pieces, lists, row_state)
+        cuda.syncthreads()
+        place = int32(place + int32(cuda.gridDim.x))
 
 
 _PIECES = (
@@ -547,5 +566,5 @@ _PIECES = (
     types.Array(types.int32, 2, "C"),         # row_state [rows, 2], zero before and after: entries in the list, pieces done
 )
 SELECT_ROWS_SAMPLED = Kernel(_select_rows_sampled, (*SELECT_SIGNATURE, *_PIECES), THREADS, blocks_per_multiprocessor=2)
-SELECT_FOUND_ROWS = Kernel(_select_found_rows, (SELECT_SIGNATURE[0], *LENGTHS_SIGNATURE, *SELECT_SIGNATURE[2:], *_PIECES), THREADS,
-                           blocks_per_multiprocessor=2)
+SELECT_FOUND_ROWS = Kernel(_select_found_rows, (SELECT_SIGNATURE[0], *LENGTHS_SIGNATURE[:-1], *SELECT_SIGNATURE[2:], *_PIECES),
+                           THREADS, blocks_per_multiprocessor=2)

@@ -15,6 +15,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 from numba.cuda import types
 
+from .chunks import CHUNK, PACKING, chunk_rows
 from .device import SIMULATED, Kernel
 
 NUM_CHAINS = 8                                # of fused multiply-adds: one for each head % 8
@@ -121,9 +122,9 @@ SIGNATURE = (
     types.Array(types.int32, 2, "A"),         # table [B, max_pages]
     types.Array(types.int32, 1, "C"),         # row_request [T]
     types.Array(types.int32, 1, "C"),         # row_candidates [T]
-    types.Array(types.float32, 2, "C"),       # scores [rows, width]
-    types.Array(types.uint32, 2, "C"),        # the same memory as bits
-    types.int64,                              # first_row
+    types.Array(types.float32, 1, "C"),       # scores, a row at every `pitch`
+    types.Array(types.uint32, 1, "C"),        # the same memory as bits
+    CHUNK, PACKING,                           # the rows of `scores`
     types.int32,                              # skip_up_to: rows with at most so many candidates need no scores
     types.int32,                              # num_splits
     types.int32, types.int32,                 # nan_mask, nan_bits
@@ -135,16 +136,16 @@ SIGNATURE = (
 def exact_scorer(tile: ScoreTile) -> Kernel:
     """The scoring kernel for a tile.
 
-    ``scores[row, key] = key_scale[key] * sum_h(relu(sum_d q[h, d] * k[key, d]) * q_s[h])`` of token ``first_row + row``, for key <
-    the row's candidates; nothing else is written. Block ``row * num_splits + split`` takes every `num_splits`-th key tile of its
-    row.
+    ``scores[row, key] = key_scale[key] * sum_h(relu(sum_d q[h, d] * k[key, d]) * q_s[h])`` of token ``start + row``, for key < the
+    row's candidates; nothing else is written. Place ``row * num_splits + split`` is every `num_splits`-th key tile of a row; the
+    blocks take the places in turn.
     """
     HEADS, BLOCK_KV, BLOCK_D, KEYS = tile.heads, tile.block_kv, tile.block_d, tile.keys_per_thread
     THREADS, GROUPS = tile.threads, tile.heads // NUM_CHAINS
     PRODUCTS = GROUPS * KEYS
 
-    def score_rows(q, q_s, keys, key_scales, table, row_request, row_candidates, scores, bits, first_row, skip_up_to, num_splits,
-                   nan_mask, nan_bits, unit):
+    def score_rows(q, q_s, keys, key_scales, table, row_request, row_candidates, scores, bits, chunk, packing, skip_up_to,
+                   num_splits, nan_mask, nan_bits, unit):
         decoded = cuda.shared.array(256, int32)
         q_tile = cuda.shared.array((BLOCK_D, NUM_CHAINS, GROUPS), int32, alignment=ALIGNMENT)
         k_tile = cuda.shared.array((BLOCK_D, BLOCK_KV), int32, alignment=ALIGNMENT)
@@ -159,87 +160,90 @@ def exact_scorer(tile: ScoreTile) -> Kernel:
         k_values = cuda.local.array(KEYS, int32)
 
         tid = int32(cuda.threadIdx.x)
-        row = cuda.blockIdx.x // num_splits
-        split = cuda.blockIdx.x - row * num_splits
-        token = first_row + row
-        candidates = row_candidates[token]
-        if candidates <= skip_up_to:
-            return
-        request = row_request[token]
+        start, stop, pitch = chunk_rows(chunk, packing)
         num_heads, head_dim = int32(q.shape[1]), int32(q.shape[2])
         num_blocks, page_size = int32(keys.shape[0]), int32(keys.shape[1])
         chain, first_key = tid % NUM_CHAINS, tid // NUM_CHAINS * KEYS
         for byte in range(tid, 256, THREADS):
             decoded[byte] = decode(byte)
 
-        for tile_start in range(split * BLOCK_KV, candidates, num_splits * BLOCK_KV):
-            cuda.syncthreads()
-            if tid < BLOCK_KV:
-                block, slot = locate_key(tile_start + tid, candidates, table, request, page_size, num_blocks)
-                key_block[tid] = block
-                key_slot[tid] = slot
-                key_is_nan[tid] = 1 if block < 0 else 0
-            for i in range(KEYS):
-                sums[i] = float32(0)
-
-            for first_head in range(0, num_heads, HEADS):
-                for i in range(PRODUCTS):
-                    products[i] = int64(0)
+        for place in range(cuda.blockIdx.x, (stop - start) * num_splits, cuda.gridDim.x):
+            row = place // num_splits
+            split = int32(place - row * num_splits)
+            token = start + row
+            candidates = min(row_candidates[token], int32(pitch))
+            if candidates <= skip_up_to:
+                candidates = int32(0)
+            request = row_request[token]
+            row_at = row * pitch
+            for tile_start in range(split * BLOCK_KV, candidates, num_splits * BLOCK_KV):
                 cuda.syncthreads()
-                if tid < HEADS:
-                    head_is_nan[tid] = 0
-                for first_d in range(0, head_dim, BLOCK_D):
-                    cuda.syncthreads()
-                    for at in range(tid, HEADS * BLOCK_D, THREADS):
-                        local_head, d = at // BLOCK_D, at % BLOCK_D
-                        head = first_head + local_head
-                        value = int32(0)
-                        if head < num_heads and first_d + d < head_dim:
-                            byte = int32(q[token, head, first_d + d])
-                            if byte & nan_mask == nan_bits:
-                                head_is_nan[local_head] = 1
-                            value = decoded[byte]
-                        q_tile[d, local_head % NUM_CHAINS, local_head // NUM_CHAINS] = value
-                    for at in range(tid, BLOCK_KV * BLOCK_D, THREADS):
-                        local_key, d = at // BLOCK_D, at % BLOCK_D
-                        value = int32(0)
-                        if key_block[local_key] >= 0 and first_d + d < head_dim:
-                            byte = int32(keys[key_block[local_key], key_slot[local_key], first_d + d])
-                            if byte & nan_mask == nan_bits:
-                                key_is_nan[local_key] = 1
-                            value = decoded[byte]
-                        k_tile[d, local_key] = value
-                    cuda.syncthreads()
-                    for d in range(BLOCK_D):
-                        for j in range(GROUPS):
-                            q_values[j] = q_tile[d, chain, j]
-                        for i in range(KEYS):
-                            k_values[i] = k_tile[d, first_key + i]
-                        for j in range(GROUPS):
-                            for i in range(KEYS):
-                                products[j * KEYS + i] += int64(q_values[j]) * int64(k_values[i])
-                for j in range(GROUPS):
-                    head = first_head + NUM_CHAINS * j + chain
-                    if head < num_heads:
-                        weight = q_s[token, head]
-                        for i in range(KEYS):
-                            relu = float32(max(products[j * KEYS + i], int64(0))) * unit
-                            if head_is_nan[NUM_CHAINS * j + chain] != 0 or key_is_nan[first_key + i] != 0:
-                                relu = float32(np.nan)
-                            sums[i] = fma(relu, weight, sums[i])
+                if tid < BLOCK_KV:
+                    block, slot = locate_key(tile_start + tid, candidates, table, request, page_size, num_blocks)
+                    key_block[tid] = block
+                    key_slot[tid] = slot
+                    key_is_nan[tid] = 1 if block < 0 else 0
+                for i in range(KEYS):
+                    sums[i] = float32(0)
 
-            for i in range(KEYS):
-                chain_sums[chain, first_key + i] = sums[i]
-            cuda.syncthreads()
-            if tid < BLOCK_KV and tile_start + tid < candidates:
-                low = (chain_sums[0, tid] + chain_sums[1, tid]) + (chain_sums[2, tid] + chain_sums[3, tid])
-                high = (chain_sums[4, tid] + chain_sums[5, tid]) + (chain_sums[6, tid] + chain_sums[7, tid])
-                score = float32(np.nan)
-                if key_block[tid] >= 0:
-                    score = (low + high) * key_scales[key_block[tid], key_slot[tid]]
-                if score == score:
-                    scores[row, tile_start + tid] = score
-                else:
-                    bits[row, tile_start + tid] = NAN_BITS
+                for first_head in range(0, num_heads, HEADS):
+                    for i in range(PRODUCTS):
+                        products[i] = int64(0)
+                    cuda.syncthreads()
+                    if tid < HEADS:
+                        head_is_nan[tid] = 0
+                    for first_d in range(0, head_dim, BLOCK_D):
+                        cuda.syncthreads()
+                        for at in range(tid, HEADS * BLOCK_D, THREADS):
+                            local_head, d = at // BLOCK_D, at % BLOCK_D
+                            head = first_head + local_head
+                            value = int32(0)
+                            if head < num_heads and first_d + d < head_dim:
+                                byte = int32(q[token, head, first_d + d])
+                                if byte & nan_mask == nan_bits:
+                                    head_is_nan[local_head] = 1
+                                value = decoded[byte]
+                            q_tile[d, local_head % NUM_CHAINS, local_head // NUM_CHAINS] = value
+                        for at in range(tid, BLOCK_KV * BLOCK_D, THREADS):
+                            local_key, d = at // BLOCK_D, at % BLOCK_D
+                            value = int32(0)
+                            if key_block[local_key] >= 0 and first_d + d < head_dim:
+                                byte = int32(keys[key_block[local_key], key_slot[local_key], first_d + d])
+                                if byte & nan_mask == nan_bits:
+                                    key_is_nan[local_key] = 1
+                                value = decoded[byte]
+                            k_tile[d, local_key] = value
+                        cuda.syncthreads()
+                        for d in range(BLOCK_D):
+                            for j in range(GROUPS):
+                                q_values[j] = q_tile[d, chain, j]
+                            for i in range(KEYS):
+                                k_values[i] = k_tile[d, first_key + i]
+                            for j in range(GROUPS):
+                                for i in range(KEYS):
+                                    products[j * KEYS + i] += int64(q_values[j]) * int64(k_values[i])
+                    for j in range(GROUPS):
+                        head = first_head + NUM_CHAINS * j + chain
+                        if head < num_heads:
+                            weight = q_s[token, head]
+                            for i in range(KEYS):
+                                relu = float32(max(products[j * KEYS + i], int64(0))) * unit
+                                if head_is_nan[NUM_CHAINS * j + chain] != 0 or key_is_nan[first_key + i] != 0:
+                                    relu = float32(np.nan)
+                                sums[i] = fma(relu, weight, sums[i])
+
+                for i in range(KEYS):
+                    chain_sums[chain, first_key + i] = sums[i]
+                cuda.syncthreads()
+                if tid < BLOCK_KV and tile_start + tid < candidates:
+                    low = (chain_sums[0, tid] + chain_sums[1, tid]) + (chain_sums[2, tid] + chain_sums[3, tid])
+                    high = (chain_sums[4, tid] + chain_sums[5, tid]) + (chain_sums[6, tid] + chain_sums[7, tid])
+                    score = float32(np.nan)
+                    if key_block[tid] >= 0:
+                        score = (low + high) * key_scales[key_block[tid], key_slot[tid]]
+                    if score == score:
+                        scores[row_at + tile_start + tid] = score
+                    else:
+                        bits[row_at + tile_start + tid] = NAN_BITS
 
     return Kernel(score_rows, SIGNATURE, tile.threads)

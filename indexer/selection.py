@@ -9,6 +9,7 @@ from __future__ import annotations
 from numba import cuda, int32, int64, uint32, uint64
 from numba.cuda import types
 
+from .chunks import CHUNK, PACKING, chunk_rows
 from .device import SIMULATED, Kernel
 
 MINUS_INF_BITS = uint32(0xFF800000)
@@ -52,36 +53,34 @@ def next_power_of_two(n: int) -> int:
 
 
 SELECT_SIGNATURE = (
-    types.Array(types.uint32, 2, "C"),        # bits [rows, width]: scores
+    types.Array(types.uint32, 1, "C"),        # bits: scores, a row at every `pitch`
     types.Array(types.int32, 1, "C"),         # row_candidates [T]
-    types.int64,                              # first_row
+    CHUNK, PACKING,                           # the rows of `bits`
     types.Array(types.int32, 2, "C"),         # out [T, top_k]
     types.Array(types.uint32, 2, "C"),        # out_scores [T, top_k], as bits; [1, 1] where none are wanted
     types.int32,                              # with_scores
 )
-RANK_SIGNATURE = (*SELECT_SIGNATURE, types.Array(types.uint64, 2, "C"))       # ranks [rows, power of two]
+RANK_SIGNATURE = (*SELECT_SIGNATURE, types.Array(types.uint64, 2, "C"))       # ranks [blocks, power of two]
 
 
-def _select_rows(bits, row_candidates, first_row, out, out_scores, with_scores):
-    """out[token] = positions of the min(top_k, v) best scores of row ``token - first_row``, ascending, then -1.
+@cuda.jit(device=True, inline="always")
+def select_row(scores, candidates, target, values, with_scores):
+    """target = positions of the min(top_k, candidates) best scores, ascending, then -1; their scores into `values`.
 
-    One block per row. The histogram has one bin per thread; `scan` holds running sums over bins (from the top) or threads.
+    Called by a whole block. The histogram has one bin per thread; `scan` holds running sums over bins (from the top) or threads.
     """
     histogram = cuda.shared.array(NUM_BINS, int32)
     scan = cuda.shared.array(THREADS, int32)
     found = cuda.shared.array(2, int32)                   # the k-th best's digit; scores above it
     tid = int32(cuda.threadIdx.x)
-    row = int64(cuda.blockIdx.x)
-    token = first_row + row
-    candidates = int64(row_candidates[token])
-    top_k = int64(out.shape[1])
+    top_k = int64(target.shape[0])
     count = min(top_k, candidates)
 
     if candidates <= top_k:
         for position in range(tid, candidates, THREADS):
-            out[token, position] = position
+            target[position] = position
             if with_scores != 0:
-                out_scores[token, position] = bits[row, position]
+                values[position] = scores[position]
     else:
         threshold = uint32(0)                             # digits of the k-th best so far, the rest zero
         known = uint32(0)                                 # mask of those digits
@@ -91,7 +90,7 @@ def _select_rows(bits, row_candidates, first_row, out, out_scores, with_scores):
             histogram[tid] = 0
             cuda.syncthreads()
             for position in range(tid, candidates, THREADS):
-                key = sortable(bits[row, position])
+                key = sortable(scores[position])
                 if key & known == threshold:
                     cuda.atomic.add(histogram, int32((key >> shift) & uint32(NUM_BINS - 1)), 1)
             cuda.syncthreads()
@@ -117,7 +116,7 @@ def _select_rows(bits, row_candidates, first_row, out, out_scores, with_scores):
             stop = min(first + ITEMS, candidates)
             packed = int32(0)                             # better in the low half, equal in the high half
             for position in range(first, stop):
-                key = sortable(bits[row, position])
+                key = sortable(scores[position])
                 if key > threshold:
                     packed += 1
                 elif key == threshold:
@@ -128,14 +127,14 @@ def _select_rows(bits, row_candidates, first_row, out, out_scores, with_scores):
             my_better = better + (before & 0xFFFF)
             my_equal = equal + (before >> 16)
             for position in range(first, stop):
-                score = bits[row, position]
+                score = scores[position]
                 key = sortable(score)
                 taken = key > threshold or (key == threshold and my_equal < wanted)
                 if taken:
                     slot = my_better + min(my_equal, int64(wanted))
-                    out[token, slot] = position
+                    target[slot] = position
                     if with_scores != 0:
-                        out_scores[token, slot] = score
+                        values[slot] = score
                 if key > threshold:
                     my_better += 1
                 elif key == threshold:
@@ -145,29 +144,28 @@ def _select_rows(bits, row_candidates, first_row, out, out_scores, with_scores):
             cuda.syncthreads()
 
     for slot in range(count + tid, top_k, THREADS):
-        out[token, slot] = -1
+        target[slot] = -1
         if with_scores != 0:
-            out_scores[token, slot] = MINUS_INF_BITS
+            values[slot] = MINUS_INF_BITS
 
 
-def _rank_rows(bits, row_candidates, first_row, out, out_scores, with_scores, ranks):
-    """Reorders what `select_rows` selected, best score first, equal scores by position.
+@cuda.jit(device=True, inline="always")
+def rank_row(scores, candidates, target, values, with_scores, ranks):
+    """Reorders what `select_row` selected, best score first, equal scores by position.
 
-    One block per row: bitonic sort in global memory of ``(inverted score, position)`` as one unique uint64 each.
+    Called by a whole block: bitonic sort in global memory of ``(inverted score, position)`` as one unique uint64 each.
     """
     tid = int32(cuda.threadIdx.x)
-    row = int64(cuda.blockIdx.x)
-    token = first_row + row
-    count = min(int64(out.shape[1]), int64(row_candidates[token]))
+    count = min(int64(target.shape[0]), candidates)
     size = int64(1)
     while size < count:
         size *= 2
     for slot in range(tid, size, THREADS):
         rank = EMPTY_RANK
         if slot < count:
-            position = out[token, slot]
-            rank = uint64(sortable(bits[row, position]) ^ uint32(0xFFFFFFFF)) << uint64(32) | uint64(uint32(position))
-        ranks[row, slot] = rank
+            position = target[slot]
+            rank = uint64(sortable(scores[position]) ^ uint32(0xFFFFFFFF)) << uint64(32) | uint64(uint32(position))
+        ranks[slot] = rank
     cuda.syncthreads()
 
     run = int64(2)                                        # lengths of the runs that are sorted after this round
@@ -177,21 +175,42 @@ def _rank_rows(bits, row_candidates, first_row, out, out_scores, with_scores, ra
             for pair in range(tid, size // 2, THREADS):
                 low = pair // distance * distance * 2 + pair % distance
                 high = low + distance
-                a = ranks[row, low]
-                b = ranks[row, high]
+                a = ranks[low]
+                b = ranks[high]
                 ascending = low & run == 0
                 if (a > b) == ascending:
-                    ranks[row, low] = b
-                    ranks[row, high] = a
+                    ranks[low] = b
+                    ranks[high] = a
             cuda.syncthreads()
             distance //= 2
         run *= 2
 
     for slot in range(tid, count, THREADS):
-        position = int64(ranks[row, slot] & uint64(0xFFFFFFFF))
-        out[token, slot] = position
+        position = int64(ranks[slot] & uint64(0xFFFFFFFF))
+        target[slot] = position
         if with_scores != 0:
-            out_scores[token, slot] = bits[row, position]
+            values[slot] = scores[position]
+
+
+def _select_rows(bits, row_candidates, chunk, packing, out, out_scores, with_scores):
+    """`select_row` of every row of a chunk; the blocks take them in turn."""
+    start, stop, pitch = chunk_rows(chunk, packing)
+    for row in range(cuda.blockIdx.x, stop - start, cuda.gridDim.x):
+        token = start + row
+        values = out_scores[token if with_scores != 0 else 0]
+        select_row(bits[row * pitch:(row + 1) * pitch], min(int64(row_candidates[token]), pitch), out[token], values, with_scores)
+        cuda.syncthreads()
+
+
+def _rank_rows(bits, row_candidates, chunk, packing, out, out_scores, with_scores, ranks):
+    """`rank_row` of every row of a chunk; the blocks take them in turn."""
+    start, stop, pitch = chunk_rows(chunk, packing)
+    for row in range(cuda.blockIdx.x, stop - start, cuda.gridDim.x):
+        token = start + row
+        values = out_scores[token if with_scores != 0 else 0]
+        rank_row(bits[row * pitch:(row + 1) * pitch], min(int64(row_candidates[token]), pitch), out[token], values, with_scores,
+                 ranks[cuda.blockIdx.x])
+        cuda.syncthreads()
 
 
 SELECT_ROWS = Kernel(_select_rows, SELECT_SIGNATURE, THREADS)

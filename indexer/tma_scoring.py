@@ -21,6 +21,7 @@ from numba import cuda, float32, int32, uint32, uint64
 from numba.cuda import types
 
 from . import ptx
+from .chunks import CHUNK, PACKING, chunk_rows
 from .device import Kernel
 from .ptx import at
 from .tile_schedule import (
@@ -228,11 +229,10 @@ SIGNATURE = (
     types.Array(types.int32, 1, "A"),         # lengths [B]
     types.Array(types.int32, 2, "A"),         # table [B, max_pages]
     types.uint64, types.uint64,               # its address and extent in bytes
-    types.uint64, types.uint32,               # scores: address, `width` float32 per row
+    types.uint64, CHUNK, PACKING,             # scores: address, rows
     types.uint32,                             # num_blocks
     types.uint32, types.uint32,               # page: log2 of the rows that are copied at a time, tiles per page (at least 1)
     types.uint32, types.UniTuple(types.uint32, 3),            # causal, `divisor` of kpool
-    types.int32, types.int32,                 # start, stop
     types.uint32, types.uint32,               # enough, limit: `tile_schedule`
 )
 
@@ -241,8 +241,8 @@ SIGNATURE = (
 def tma_scorer(tile: TmaTile) -> Kernel:
     """The scoring kernel for a tile.
 
-    ``scores[row - start, key] = key_scale[key] * sum_h(relu(sum_d q[h, d] * k[key, d]) * q_s[h])`` of every row in [start, stop)
-    that sees more than `enough` tokens, for key < the row's candidates; the scores of other rows and keys are left as they are.
+    ``scores[row - start, key] = key_scale[key] * sum_h(relu(sum_d q[h, d] * k[key, d]) * q_s[h])`` of every row of a chunk that
+    sees more than `enough` tokens, for key < the row's candidates; the scores of other rows and keys are left as they are.
     """
     BARRIERS, SCRATCH = tile.q_full, tile.scratch_offset
     BLOCK_Q, NUM_Q_STAGES, NUM_KV_STAGES, NUM_BARRIERS = tile.block_q, tile.num_q_stages, tile.num_kv_stages, tile.num_barriers
@@ -254,8 +254,13 @@ def tma_scorer(tile: TmaTile) -> Kernel:
     schedule, copy_keys, multiply = _schedule_warp(tile), _key_warp(tile), _math_warps(tile)
 
     def score(q_map, key_map, maps_at, counters, q_s, scales_at, scales_stride, offsets, lengths, table, table_at, table_bytes,
-              scores_at, width, num_blocks, copy_shift, tiles_per_page, causal, pool, start, stop, enough, limit):
+              scores_at, chunk, packing, num_blocks, copy_shift, tiles_per_page, causal, pool, enough, limit):
         declare()
+        first_row, end_row, pitch = chunk_rows(chunk, packing)
+        start, stop = int32(shuffle(uint32(first_row), 0)), int32(shuffle(uint32(end_row), 0))
+        width = uint32(pitch)
+        if start == stop:
+            return
         shared = cuda.shared.array(0, types.uint8)
         base = uint32((ptx.shared_address(shared) + uint32(SWIZZLE_ATOM_BYTES - 1)) & uint32(2**32 - SWIZZLE_ATOM_BYTES))
         tid = uint32(cuda.threadIdx.x)

@@ -8,6 +8,7 @@ from numba import cuda, float32, int32, uint8, uint32
 from numba.cuda import types
 
 from . import ptx
+from .chunks import chunk_rows
 from .device import Kernel
 from .scoring import SIGNATURE as EXACT_SIGNATURE
 from .scoring import locate_key
@@ -16,7 +17,7 @@ THREADS = 128
 BLOCK_KV, BLOCK_H, BLOCK_D = 64, 64, 128      # one product of a warpgroup; a tile row is 128 bytes
 TILE_BYTES = BLOCK_D * BLOCK_KV
 NAN_BYTE = 0x7F                               # stands in for the keys of a block that does not exist
-SIGNATURE = (*EXACT_SIGNATURE[:8], *EXACT_SIGNATURE[9:12])    # without the scores as bits and the FP8 code
+SIGNATURE = (*EXACT_SIGNATURE[:8], *EXACT_SIGNATURE[9:13])    # without the scores as bits and the FP8 code
 
 
 def _chain_text() -> str:
@@ -44,11 +45,11 @@ def swizzled(row, column):
     return uint32((row << uint32(7)) | (((column >> uint32(4)) ^ (row & uint32(7))) << uint32(4)) | (column & uint32(15)))
 
 
-def _score_rows(q, q_s, keys, key_scales, table, row_request, row_candidates, scores, first_row, skip_up_to, num_splits):
-    """``scores[row, key]`` of token ``first_row + row`` for key < the row's candidates, where they are more than `skip_up_to`.
+def _score_rows(q, q_s, keys, key_scales, table, row_request, row_candidates, scores, chunk, packing, skip_up_to, num_splits):
+    """``scores[row, key]`` of token ``start + row`` for key < the row's candidates, where they are more than `skip_up_to`.
 
-    Block ``row * num_splits + split`` takes every `num_splits`-th tile of 64 keys of its row, 64 keys x 64 heads x 128 deep at a
-    time.
+    Place ``row * num_splits + split`` is every `num_splits`-th tile of 64 keys of a row; the blocks take the places in turn, 64
+    keys x 64 heads x 128 deep at a time.
     """
     declare()
     q_tile = cuda.shared.array(TILE_BYTES, uint8, alignment=1024)
@@ -58,13 +59,7 @@ def _score_rows(q, q_s, keys, key_scales, table, row_request, row_candidates, sc
     key_slot = cuda.shared.array(BLOCK_KV, int32)
 
     tid = uint32(cuda.threadIdx.x)
-    row = cuda.blockIdx.x // num_splits
-    split = cuda.blockIdx.x - row * num_splits
-    token = first_row + row
-    candidates = row_candidates[token]
-    if candidates <= skip_up_to:
-        return
-    request = row_request[token]
+    start, stop, pitch = chunk_rows(chunk, packing)
     num_heads, head_dim = int32(q.shape[1]), int32(q.shape[2])
     num_blocks, page_size = int32(keys.shape[0]), int32(keys.shape[1])
     q_at = uint32(ptx.shared_address(q_tile) >> uint32(4))
@@ -78,57 +73,66 @@ def _score_rows(q, q_s, keys, key_scales, table, row_request, row_candidates, sc
     weights_at = uint32(ptx.shared_address(weights) + uint32(8) * quarter)
     is_one_tile = num_heads <= BLOCK_H and head_dim <= BLOCK_D
 
-    for tile_start in range(split * BLOCK_KV, candidates, num_splits * BLOCK_KV):
-        cuda.syncthreads()
-        if tid < uint32(BLOCK_KV):
-            block, slot = locate_key(tile_start + int32(tid), candidates, table, request, page_size, num_blocks)
-            key_block[tid] = block
-            key_slot[tid] = slot
-        s0 = float32(0)
-        s1 = float32(0)
-        s2 = float32(0)
-        s3 = float32(0)
-        for first_head in range(0, num_heads, BLOCK_H):
-            for first_d in range(0, head_dim, BLOCK_D):
-                cuda.syncthreads()
-                d = first_d + int32(tid)
-                for local in range(BLOCK_KV):
-                    at = swizzled(uint32(local), tid)
-                    byte = uint8(0)
-                    if key_block[local] < 0:
-                        byte = uint8(NAN_BYTE)
-                    elif d < head_dim:
-                        byte = keys[key_block[local], key_slot[local], d]
-                    k_tile[at] = byte
-                    if not is_one_tile or tile_start < num_splits * BLOCK_KV:         # else it is there already
+    for place in range(cuda.blockIdx.x, (stop - start) * num_splits, cuda.gridDim.x):
+        row = place // num_splits
+        split = int32(place - row * num_splits)
+        token = start + row
+        candidates = min(row_candidates[token], int32(pitch))
+        if candidates <= skip_up_to:
+            candidates = int32(0)
+        request = row_request[token]
+        row_at = row * pitch
+        for tile_start in range(split * BLOCK_KV, candidates, num_splits * BLOCK_KV):
+            cuda.syncthreads()
+            if tid < uint32(BLOCK_KV):
+                block, slot = locate_key(tile_start + int32(tid), candidates, table, request, page_size, num_blocks)
+                key_block[tid] = block
+                key_slot[tid] = slot
+            s0 = float32(0)
+            s1 = float32(0)
+            s2 = float32(0)
+            s3 = float32(0)
+            for first_head in range(0, num_heads, BLOCK_H):
+                for first_d in range(0, head_dim, BLOCK_D):
+                    cuda.syncthreads()
+                    d = first_d + int32(tid)
+                    for local in range(BLOCK_KV):
+                        at = swizzled(uint32(local), tid)
                         byte = uint8(0)
-                        if first_head + local < num_heads and d < head_dim:
-                            byte = q[token, first_head + local, d]
-                        q_tile[at] = byte
-                if tid < uint32(BLOCK_H):
-                    weight = float32(-0.0)                    # of a head that is not there: adds nothing to a chain
-                    if first_head + int32(tid) < num_heads:
-                        weight = q_s[token, first_head + int32(tid)]
-                    weights[tid] = weight
-                ptx.fence_shared_to_async()
-                cuda.syncthreads()
-                if first_d == 0:
-                    multiply(k_at, q_at)
-                else:
-                    multiply_and_add(k_at, q_at)
-                ptx.wgmma_wait_0()
-            s0, s1, s2, s3 = extend_chains(s0, s1, s2, s3, weights_at)
-        upper = s0 + s1
-        lower = s2 + s3
-        keep = lower if odd else upper
-        give = upper if odd else lower
-        half = keep + cuda.shfl_xor_sync(0xFFFFFFFF, give, 1)
-        total = half + cuda.shfl_xor_sync(0xFFFFFFFF, half, 2)
-        if quarter < uint32(2) and tile_start + my_key < candidates:
-            scale = float32(1)
-            if key_block[my_key] >= 0:
-                scale = key_scales[key_block[my_key], key_slot[my_key]]
-            scores[row, tile_start + my_key] = total * scale
+                        if key_block[local] < 0:
+                            byte = uint8(NAN_BYTE)
+                        elif d < head_dim:
+                            byte = keys[key_block[local], key_slot[local], d]
+                        k_tile[at] = byte
+                        if not is_one_tile or tile_start < num_splits * BLOCK_KV:         # else it is there already
+                            byte = uint8(0)
+                            if first_head + local < num_heads and d < head_dim:
+                                byte = q[token, first_head + local, d]
+                            q_tile[at] = byte
+                    if tid < uint32(BLOCK_H):
+                        weight = float32(-0.0)                    # of a head that is not there: adds nothing to a chain
+                        if first_head + int32(tid) < num_heads:
+                            weight = q_s[token, first_head + int32(tid)]
+                        weights[tid] = weight
+                    ptx.fence_shared_to_async()
+                    cuda.syncthreads()
+                    if first_d == 0:
+                        multiply(k_at, q_at)
+                    else:
+                        multiply_and_add(k_at, q_at)
+                    ptx.wgmma_wait_0()
+                s0, s1, s2, s3 = extend_chains(s0, s1, s2, s3, weights_at)
+            upper = s0 + s1
+            lower = s2 + s3
+            keep = lower if odd else upper
+            give = upper if odd else lower
+            half = keep + cuda.shfl_xor_sync(0xFFFFFFFF, give, 1)
+            total = half + cuda.shfl_xor_sync(0xFFFFFFFF, half, 2)
+            if quarter < uint32(2) and tile_start + my_key < candidates:
+                scale = float32(1)
+                if key_block[my_key] >= 0:
+                    scale = key_scales[key_block[my_key], key_slot[my_key]]
+                scores[row_at + tile_start + my_key] = total * scale
 
 
 SCORE_ROWS = Kernel(_score_rows, SIGNATURE, THREADS)

@@ -18,6 +18,7 @@ KERNELS = {
     "select_rows_sampled": sampled_selection.SELECT_ROWS_SAMPLED,
     "rank_rows": selection.RANK_ROWS,
     "locate_rows": rows.LOCATE_ROWS,
+    "pack_chunks": rows.PACK_CHUNKS,
     "fill_outside": rows.FILL_OUTSIDE,
 }
 H200_SHARED_BYTES = 232_448

@@ -12,11 +12,14 @@ from numba.cuda import types
 
 from indexer import device, sampled_selection, scoring, selection
 from indexer.batches import make_batch
+from indexer.chunks import chunk_rows as device_chunk_rows
+from indexer.chunks import packed as device_packed
 from indexer.device import MAX_GRID, SIMULATED, Kernel, _words, rounded
 from indexer.launches import Plan
 from indexer.problem import FP8_DTYPES, ArrayView, check_call, decode_table, describe, fp8_name
 
-decode = scoring.decode.fn if SIMULATED else scoring.decode.py_func
+decode, chunk_rows, packed = (function.fn if SIMULATED else function.py_func
+                              for function in (scoring.decode, device_chunk_rows, device_packed))
 
 
 def plan_of(num_multiprocessors=132, shared_bytes_limit=232_448, with_scores=False, **options):
@@ -43,9 +46,48 @@ def test_the_score_matrix_stays_within_the_budget_or_one_row(budget, rows):
     assert 4 * rows * 1000 <= max(budget, 4 * 1000)
 
 
+def slots(num_chunks, rows_per_chunk, pitch, num_rows, packing=()):
+    """What every slot of a launch works on."""
+    return [chunk_rows((slot, rows_per_chunk, pitch, num_rows), np.array(packing, np.int32)) for slot in range(num_chunks)]
+
+
 def test_chunks_cover_every_row_once():
-    assert plan_of(scores_budget_bytes=3 * 4000).chunks(8) == [(0, 3), (3, 6), (6, 8)]
-    assert plan_of().chunks(8) == [(0, 8)]
+    plan = plan_of(scores_budget_bytes=3 * 4000)
+    assert (plan.num_chunks, plan.rows_per_chunk, plan.is_packed) == (3, 3, True)
+    assert slots(3, 3, 1000, 8) == [(0, 3, 1000), (3, 6, 1000), (6, 8, 1000)]
+    assert (plan_of().num_chunks, plan_of().is_packed) == (1, False)
+    assert slots(1, 8, 1000, 8) == [(0, 8, 1000)]
+    without_keys = plan_of(new_tokens=[3], cached=[0], kpool=4, scores_budget_bytes=1)
+    assert (without_keys.num_chunks, without_keys.is_packed) == (3, False)
+
+
+def test_slots_behind_the_last_row_have_none():
+    """Three rows by bounds, seven by the live lengths: of the slots for 20 rows three are used."""
+    assert slots(7, 3, 1000, 20, (7, 400)) == [(0, 7, 400), (7, 14, 400), (14, 20, 400), *[(20, 20, 400)] * 4]
+    assert slots(2, 2**31 - 1, 10, 2**31 - 1, (2**31 - 1, 10))[1][:2] == (2**31 - 1, 2**31 - 1)        # no product overflows
+
+
+@pytest.mark.parametrize(("longest", "width", "num_scores", "num_rows", "rows", "pitch"), [
+    (64_000, 2**20, 128 * 2**20, 4096, 2097, 64_000),         # 2097 * 64,000 = 134,208,000 of 134,217,728
+    (64_001, 2**20, 128 * 2**20, 4096, 2096, 64_032),         # whole lines of 32 scores
+    (65, 1000, 3000, 8, 8, 96),                               # all rows
+    (1000, 1000, 3000, 8, 3, 1000),                           # no more than the bound, which is no whole line
+    (0, 1000, 3000, 8, 8, 1), (0, 1, 1, 8, 1, 1),             # nothing to score: no division by zero
+    (2**31 - 1, 2**31 - 1, 2**31 - 1, 8, 1, 2**31 - 1),
+])
+def test_rows_of_a_chunk_by_the_longest(longest, width, num_scores, num_rows, rows, pitch):
+    assert packed(longest, width, num_scores, num_rows) == (rows, pitch)
+    assert rows * pitch <= num_scores
+
+
+def test_blocks_that_take_rows_in_turn():
+    """One for each row; where lengths tell how many there are, two per multiprocessor."""
+    assert plan_of().row_blocks == 8
+    assert plan_of(new_tokens=[1000], cached=[0]).row_blocks == 1000
+    packing = plan_of(new_tokens=[1000], cached=[0], scores_budget_bytes=4 * 1000 * 10, order="score")
+    assert (packing.rows_per_chunk, packing.num_chunks, packing.row_blocks, packing.ranks_shape) == (10, 100, 264, (264, 128))
+    assert packing.num_pieces <= 1
+    assert plan_of(scores_budget_bytes=4000).row_blocks == 8
 
 
 def test_rows_need_no_scores_only_where_all_are_selected_and_nobody_asks():

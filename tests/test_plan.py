@@ -38,7 +38,7 @@ def test_parts_of_a_workspace():
     """64 rows of 32,768 candidates on 132 multiprocessors, hand-counted."""
     parts = workspace_parts(64, 32_768, 2048, 512 * 2**20, "index", 132)
     assert parts == {"zeros": 768, "scores": 64 * 32_768 * 4, "maps": 132 * 256, "lists": 64 * 65_536, "located": 512, "ranks": 0,
-                     "no scores": 256}
+                     "packing": 256, "no scores": 256}
     assert workspace_parts(64, 32_768, 2048, 2**20, "index", 132)["scores"] == 2**20
     assert workspace_parts(64, 32_768, 2048, 1, "index", 132)["scores"] == 4 * 32_768
     assert workspace_parts(64, 1000, 2048, 1, "score", 132)["ranks"] == 64 * 1024 * 8
@@ -59,7 +59,7 @@ def test_every_call_within_the_bounds_fits(num_tokens, budget, order):
             plan = Plan.of(call, 132, 232_448, with_scores=False, use_tma=use_tma)
             for part, shape, itemsize in (("scores", plan.scores_shape, 4), ("maps", plan.maps_shape, 8),
                                           ("lists", plan.lists_shape, 4), ("zeros", plan.zeros_shape, 4),
-                                          ("ranks", plan.ranks_shape, 8)):
+                                          ("ranks", plan.ranks_shape, 8), ("packing", (2,), 4)):
                 assert np.prod(shape) * itemsize <= parts[part], part
 
 

@@ -1056,4 +1056,4 @@ assert not {{'numba', 'torch', 'cuda', 'cupy', 'numba_cuda'}} & {{name.split('.'
     assert result.returncode == 0, result.stderr
     others, modules = result.stdout.splitlines()
     assert set(others.split()) <= {"indexer", "numpy", "ml_dtypes"}
-    assert set(modules.split()) == {"indexer", "indexer.problem", "indexer.reference"}
+    assert set(modules.split()) == {"indexer", "indexer.dlpack", "indexer.problem", "indexer.reference"}

@@ -720,8 +720,7 @@ def test_one_score_allocation_is_planned_for_all_rows(new_tokens, cached, budget
     rows = min(batch.num_tokens, max(1, budget // (4 * width)))
     assert plan.scores_shape == (rows, width)
     assert 4 * rows * width <= max(budget, 4 * width)
-    chunks = plan.chunks(batch.num_tokens)
-    assert [t for start, stop in chunks for t in range(start, stop)] == list(range(batch.num_tokens))
+    assert (plan.num_chunks - 1) * rows < batch.num_tokens <= plan.num_chunks * rows
 
 
 @on_both_sides
