@@ -252,7 +252,7 @@ def random_batch(rng: np.random.Generator, *, max_new: int = 40, max_cached: int
         spare_columns=int(rng.integers(0, max_spare_columns + 1)), metadata_dtype=str(rng.choice(["uint32", "int32"])),
         top_k=int(rng.choice(top_ks)), order=str(rng.choice(["index", "score"])))
     fused = page_size * head_dim % 4 == 0 and bool(rng.random() < 0.4)
-    budget = int(rng.choice([1, 4000, 100_000, 512 * 2**20]))
+    budget = int(rng.choice([1, 4000, 100_000, *3 * [512 * 2**20]]))
     bounded = rng.random() < 0.5
     if num_requests > 1 and rng.random() < 0.3:               # a request reads the pages of a longer one
         cache_rows = (batch.new_tokens + batch.cache_lengths.astype(np.int64)) // kpool * (batch.new_tokens > 0)

@@ -48,6 +48,7 @@ NUM_BINS = 1 << DIGIT_BITS
 NUM_DIGITS = 3
 COARSE = 32                                   # coarse bins of a histogram, of FINE bins each
 FINE = NUM_BINS // COARSE
+MAX_WIDTH = 2**22                             # a warp's keys are counted in 16 bits
 SHORTEST_PIECE, LONGEST_PIECE = 2048, 20480   # keys of a block, of rows as long as they can be
 CAPACITY = 4096                               # keys that are gathered in every block
 
@@ -81,6 +82,8 @@ def blocks_per_row(num_rows: int, width: int, max_clusters: Mapping[int, int]) -
     max_clusters : mapping
         How many clusters of so many blocks run at a time.
     """
+    if width > MAX_WIDTH:
+        return 0
     for blocks in sorted(max_clusters, reverse=True):
         if num_rows <= max_clusters[blocks] and width >= blocks * SHORTEST_PIECE:
             return blocks if width <= blocks * LONGEST_PIECE or blocks >= 8 else 0

@@ -15,16 +15,14 @@ import numpy as np
 from .device import (
     Memory,
     copy_to_host,
-    has_wgmma,
     is_capturing,
-    max_shared_bytes,
+    is_hopper,
     naming_memory,
-    num_multiprocessors,
     on_device_of,
     stream_handle,
     wait_for_producers,
 )
-from .launches import Plan, Step, score_steps, select_steps, takes_tma
+from .launches import Plan, Step, score_steps, select_steps
 from .problem import DEFAULT_SCORES_BUDGET_BYTES, ArrayView, Call, check_call, describe, fp8_name
 
 __all__ = ["default_arithmetic", "index_scores", "mla_indexer_ragged_float8_paged"]
@@ -147,7 +145,7 @@ def default_arithmetic(fp8_dtype: Any = "float8_e4m3fn") -> str:
     TypeError
         If `fp8_dtype` is no supported FP8 kind.
     """
-    return "wgmma" if fp8_name("fp8_dtype", fp8_dtype) == "float8_e4m3fn" and has_wgmma() else "exact"
+    return "wgmma" if fp8_name("fp8_dtype", fp8_dtype) == "float8_e4m3fn" and is_hopper() else "exact"
 
 
 def resolved_arithmetic(call: Call) -> str:
@@ -158,7 +156,7 @@ def resolved_arithmetic(call: Call) -> str:
     ValueError
         If the device has not got it.
     """
-    if call.arithmetic == "wgmma" and not has_wgmma():
+    if call.arithmetic == "wgmma" and not is_hopper():
         raise ValueError('arithmetic must be "auto" or "exact" on a device without compute capability 9.0, got "wgmma"')
     return default_arithmetic(call.fp8_dtype) if call.arithmetic == "auto" else call.arithmetic
 
@@ -207,8 +205,7 @@ class _Work:
 
     def plan(self, *, with_scores: bool) -> Plan:
         """How this call is launched on the current device."""
-        return Plan.of(self.call, num_multiprocessors(), max_shared_bytes(), with_scores=with_scores,
-                       use_tma=takes_tma(self.call, self.arithmetic))
+        return Plan.here(self.call, self.arithmetic, with_scores=with_scores)
 
     def scratch(self, shape: tuple[int, ...], dtype: str) -> Any:
         """Memory that lasts as long as this object."""

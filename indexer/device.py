@@ -130,8 +130,8 @@ def max_shared_bytes() -> int:
     return 48 * 1024 if SIMULATED else cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
 
-def has_wgmma() -> bool:
-    """Whether the current device has Hopper's tensor cores (compute capability 9.0); False without a device."""
+def is_hopper() -> bool:
+    """Whether the current device has Hopper's tensor cores and clusters (compute capability 9.0); False without a device."""
     return not SIMULATED and is_available() and tuple(cuda.get_current_device().compute_capability) == (9, 0)
 
 
@@ -404,7 +404,7 @@ class Kernel:
 
 def max_clusters(kernel: Kernel) -> dict[int, int]:
     """How many clusters of 2, 4, 8 and 16 blocks of a kernel run at a time on the current device; none but on Hopper."""
-    return {} if not has_wgmma() else _max_clusters(kernel, cuda.get_current_device().id)
+    return {} if not is_hopper() else _max_clusters(kernel, cuda.get_current_device().id)
 
 
 @functools.cache

@@ -25,14 +25,15 @@ FILLERS = (0x7F, 0xFF, 0xA5)
 INPUTS = ("q", "q_s", "input_row_offsets", "blocks", "scales", "cache_lengths", "lookup_table")     # of a Batch
 MAX_SCORES = 2**22                            # of a matrix that `index_scores` is asked for
 # What a batch of `check` is drawn from, in turn (`random_batch`). On a GPU: every dimension; the dimensions of models, for the
-# Hopper scorer; few long rows, which several blocks share, one by one and by the dozen; many rows. The oracle takes up to a second.
+# Hopper scorer; few long rows, which clusters or several blocks share, one by one and by the dozen; many rows. The oracle takes up
+# to a second.
 GPU_LIMITS: tuple[dict[str, Any], ...] = (
     {"max_spare_columns": 200},
     {"heads": (8, 16, 32, 64, 128), "depths": (32, 64, 128), "pages": (16, 32, 64, 128, 256), "max_spare_columns": 60},
     {"max_new": 3, "max_cached": 200_000, "max_requests": 3, "heads": (1, 8, 64), "depths": (16, 64), "pages": (16, 64, 256),
      "top_ks": (1, 64, 512, 2048, 4096, 5000), "max_spare_columns": 2000},
-    {"max_new": 16, "max_cached": 30_000, "max_requests": 4, "heads": (1, 8), "depths": (16, 32), "pages": (16, 50, 64, 128),
-     "top_ks": (1, 512, 2048, 4096, 9000)},
+    {"max_new": 30, "max_cached": 60_000, "max_requests": 3, "heads": (1, 8), "depths": (16, 32), "pages": (16, 50, 64, 128),
+     "top_ks": (1, 512, 2048, 4096, 9000), "max_spare_columns": 1500},
     {"max_new": 500, "max_cached": 400, "max_requests": 8, "heads": (1, 8), "depths": (4, 32), "pages": (16, 64)})
 SIMULATOR_LIMITS: tuple[dict[str, Any], ...] = (
     {"max_new": 3, "max_cached": 12, "max_requests": 3, "heads": (1, 3, 9), "depths": (4, 12), "pages": (1, 4),

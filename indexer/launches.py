@@ -5,18 +5,28 @@ arguments -> `problem.check_call` -> `Plan` -> scratch and launches. The kernels
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from . import rows, sampled_selection, scoring, selection
-from .device import MAX_GRID, Launch, clear, flat_array, kernel_array
+from .device import (
+    MAX_GRID,
+    SIMULATED,
+    Launch,
+    clear,
+    flat_array,
+    kernel_array,
+    max_clusters,
+    max_shared_bytes,
+    num_multiprocessors,
+)
 from .problem import ArrayView, Call, describe
 
-if not scoring.SIMULATED:                     # the simulator knows no PTX
-    from . import ptx, tile_schedule, tma_scoring, tma_tile, wgmma_scoring
+if not SIMULATED:                     # the simulator knows no PTX
+    from . import cluster_selection, ptx, tile_schedule, tma_scoring, tma_tile, wgmma_scoring
 
 
 class Step(Protocol):
@@ -62,12 +72,16 @@ class Plan:
         Rows with at most so many candidates need no scores: all are selected.
     row_blocks : int
         Blocks of a kernel that takes whole rows: one for each; as many as run at a time where the lengths tell how many there are.
+    cluster_blocks : int
+        Blocks of the cluster that selects a row; 0 for the other selections.
+    num_held : int
+        Tiles of a row that a block of a cluster keeps.
     num_pieces : int
-        Blocks that share a row in selection; 0 for the portable kernel, where one block takes whole rows.
+        Blocks that share a row in the sampled selection; 0 for the portable one, where one block takes whole rows.
     rank_width : int
         Entries per row that are sorted; 0 for order "index".
     select_shared_bytes : int
-        Dynamic shared memory of a block of the sampled selection.
+        Dynamic shared memory of a block of the selection.
     """
 
     num_multiprocessors: int
@@ -80,13 +94,15 @@ class Plan:
     num_splits: int
     skip_up_to: int
     row_blocks: int
+    cluster_blocks: int
+    num_held: int
     num_pieces: int
     rank_width: int
     select_shared_bytes: int
 
     @classmethod
     def of(cls, call: Call, num_multiprocessors: int, shared_bytes_limit: int, *, with_scores: bool, use_tma: bool = False,
-           tokens_per_request: int | None = None) -> Plan:
+           tokens_per_request: int | None = None, max_clusters: Mapping[int, int] | None = None) -> Plan:
         """The plan for a checked call on such a device.
 
         Parameters
@@ -97,6 +113,8 @@ class Plan:
             Whether the Hopper scorer takes it.
         tokens_per_request : int, optional
             What that one's tile is made for. Default: the call's mean.
+        max_clusters : mapping, optional
+            How many clusters of so many blocks of the selection run at a time. Default: none.
         """
         tile = scoring.score_tile(call.num_heads)
         width = max(1, call.width)
@@ -109,18 +127,30 @@ class Plan:
         by_score = call.order == "score"
         skip_up_to = 0 if with_scores or by_score else min(call.top_k, width)
         rank_width = selection.next_power_of_two(max(1, min(call.top_k, width))) if by_score else 0
-        num_pieces = 0
-        if sampled_selection.supports(width, call.top_k, shared_bytes_limit):
+        cluster_blocks = num_held = num_pieces = select_shared_bytes = 0
+        if max_clusters and num_chunks == 1:
+            cluster_blocks = cluster_selection.blocks_per_row(num_rows, width, max_clusters)
+        if cluster_blocks:
+            num_held = cluster_selection.tiles_held(width, cluster_blocks, shared_bytes_limit)
+            select_shared_bytes = cluster_selection.shared_bytes(num_held)
+        elif sampled_selection.supports(width, call.top_k, shared_bytes_limit):
             num_pieces = 1 if is_packed else sampled_selection.pieces_per_row(num_rows, width, num_multiprocessors)
+            select_shared_bytes = sampled_selection.shared_bytes(width)
         tma = None
         if use_tma:
             tma = tma_tile.tile_for(call.num_heads, call.q.shape[2], tokens_per_request or -(-call.num_tokens // call.num_requests),
                                     shared_bytes_limit)
-        select_shared_bytes = sampled_selection.shared_bytes(width)
-        if row_blocks * num_pieces <= num_multiprocessors:    # so few that each can have a multiprocessor: it gets more than half
-            select_shared_bytes = max(select_shared_bytes, shared_bytes_limit // 2 + 1024)
         return cls(num_multiprocessors, tile, tma, num_rows, num_chunks, is_packed, width, num_splits, skip_up_to, row_blocks,
-                   num_pieces, rank_width, select_shared_bytes)
+                   cluster_blocks, num_held, num_pieces, rank_width, select_shared_bytes)
+
+    @classmethod
+    def here(cls, call: Call, arithmetic: str, *, with_scores: bool, tokens_per_request: int | None = None) -> Plan:
+        """`of` for the current device and an arithmetic that is resolved."""
+        num_processors = num_multiprocessors()
+        few = not SIMULATED and call.num_tokens <= num_processors // 2
+        return cls.of(call, num_processors, max_shared_bytes(), with_scores=with_scores, tokens_per_request=tokens_per_request,
+                      use_tma=arithmetic == "wgmma" and tma_tile.supports(call, call.q, call.keys, call.key_scales),
+                      max_clusters=max_clusters(cluster_selection.SELECT_ROWS_OF_CLUSTERS) if few else None)
 
     @property
     def scores_shape(self) -> tuple[int, int]:
@@ -149,13 +179,8 @@ class Plan:
 
     @property
     def finds_rows(self) -> bool:
-        """Whether scorer and selection find a row's request by themselves: the Hopper scorer, then the sampled selection."""
-        return self.tma is not None and self.num_pieces > 0 and not self.rank_width
-
-
-def takes_tma(call: Call, arithmetic: str) -> bool:
-    """Whether the Hopper scorer's fast kernel takes a call whose inputs are on the device."""
-    return arithmetic == "wgmma" and tma_tile.supports(call, call.q, call.keys, call.key_scales)
+        """Whether scorer and selection find a row's request by themselves: the Hopper scorer, then any but the portable one."""
+        return self.tma is not None and (self.num_pieces > 0 or self.cluster_blocks > 0) and not self.rank_width
 
 
 UNPACKED = ArrayView("packing", 0, (0,), (4,), "int32", True, "cuda", None)
@@ -180,8 +205,7 @@ def select_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out:
         Memory that holds zeros when the steps begin, as it will when they have run. Default: scratch that is cleared.
     """
     steps: list[Step] = []
-    counters, shared_bytes = None, 0
-    pieces: tuple[Any, ...] = ()
+    counters = None
     if plan.tma or plan.num_pieces:
         if zeros is None:
             zeros = _cleared(plan.zeros_shape, scratch, steps)
@@ -198,15 +222,13 @@ def select_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out:
     targets = (kernel_array(out), kernel_array(scratch((1, 1), "float32") if out_scores is None else out_scores, "uint32"),
                with_scores)
 
-    # what the selections take of the rows, and of the blocks that share one
+    # the selection's kernel, and what it takes besides the scores and the rows of a chunk
     kernel, of_rows = selection.SELECT_ROWS, located[1:]
+    pieces: tuple[Any, ...] = ()
     if zeros is not None and plan.num_pieces:
-        kernel = sampled_selection.SELECT_ROWS_SAMPLED
+        kernel = sampled_selection.SELECT_FOUND_ROWS if plan.finds_rows else sampled_selection.SELECT_ROWS_SAMPLED
+        of_rows = of_lengths if plan.finds_rows else of_rows
         pieces = plan.num_pieces, kernel_array(scratch(plan.lists_shape, "int32"), "uint32"), zeros.rows(1, zeros.shape[0])
-        shared_bytes = plan.select_shared_bytes
-    if plan.finds_rows:
-        kernel = sampled_selection.SELECT_FOUND_ROWS
-        of_rows = of_lengths
     if plan.rank_width:
         ranks = kernel_array(scratch(plan.ranks_shape, "uint64"), "uint64")
     score = _scorer(call, plan, arithmetic, scratch, located, counters, plan.skip_up_to) if call.width else None
@@ -214,10 +236,15 @@ def select_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out:
         chunk = slot, plan.rows_per_chunk, call.width, call.num_tokens
         if score:
             steps.append(score(scores, bits, chunk, packing))
-        of_chunk = (bits, *of_rows, chunk, packing, *targets)
-        steps.append(Launch(kernel, plan.row_blocks * max(1, plan.num_pieces), (*of_chunk, *pieces), shared_bytes))
+        if plan.cluster_blocks:
+            steps.append(Launch(cluster_selection.SELECT_ROWS_OF_CLUSTERS, plan.row_blocks * plan.cluster_blocks,
+                                (kernel_array(memory, "uint32"), *of_lengths, call.width, *targets, plan.num_held),
+                                plan.select_shared_bytes, plan.cluster_blocks))
+        else:
+            steps.append(Launch(kernel, plan.row_blocks * max(1, plan.num_pieces),
+                                (bits, *of_rows, chunk, packing, *targets, *pieces), plan.select_shared_bytes))
         if plan.rank_width:
-            steps.append(Launch(selection.RANK_ROWS, plan.row_blocks, (*of_chunk, ranks)))
+            steps.append(Launch(selection.RANK_ROWS, plan.row_blocks, (bits, located[1], chunk, packing, *targets, ranks)))
     return steps
 
 

@@ -16,7 +16,6 @@ from .device import (
     NoDeviceError,
     clear,
     current_context,
-    max_shared_bytes,
     naming_memory,
     num_multiprocessors,
     on_device_of,
@@ -24,7 +23,7 @@ from .device import (
     stream_handle,
     wait_for_producers,
 )
-from .launches import Plan, Step, select_steps, takes_tma
+from .launches import Plan, Step, select_steps
 from .problem import (
     ARITHMETICS,
     DEFAULT_SCORES_BUDGET_BYTES,
@@ -208,8 +207,8 @@ class IndexerPlan:
         if not call.num_tokens:
             return [], []
         arithmetic = resolved_arithmetic(call)
-        plan = Plan.of(call, num_multiprocessors(), max_shared_bytes(), with_scores=out_scores is not None,
-                       use_tma=takes_tma(call, arithmetic), tokens_per_request=-(-self._max_tokens // self._max_requests))
+        plan = Plan.here(call, arithmetic, with_scores=out_scores is not None,
+                         tokens_per_request=-(-self._max_tokens // self._max_requests))
         end = self._workspace.address + self.workspace_bytes
         free = self._workspace.address + self._parts["zeros"]
 

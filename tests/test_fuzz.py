@@ -77,7 +77,8 @@ def test_a_draw_depends_on_seed_and_number_alone():
 
 @pytest.mark.skipif(SIMULATED, reason="the simulator has neither the scorers of Hopper nor the sampled selection")
 def test_the_draws_reach_every_path_of_a_hopper_gpu():
-    from indexer.launches import Plan, takes_tma
+    from indexer.launches import Plan
+    from indexer.tma_tile import supports
     scorers, selections, ways = set(), set(), []
     for i in range(150):
         batch, way = draw(0, i, on_gpu=True)
@@ -85,16 +86,16 @@ def test_the_draws_reach_every_path_of_a_hopper_gpu():
             continue
         arithmetic = "wgmma" if batch.fp8_dtype == "float8_e4m3fn" and way.arithmetic == "auto" else "exact"
         call = check_call(*batch.arguments(), **batch.options, arithmetic=arithmetic)
-        plan = Plan.of(call, 132, 232_448, with_scores=way.with_scores, use_tma=takes_tma(call, arithmetic))
-        few = batch.num_tokens <= 64 and call.width > 8192
+        plan = Plan.of(call, 132, 232_448, with_scores=way.with_scores, max_clusters={2: 66, 4: 30, 8: 15, 16: 7},
+                       use_tma=arithmetic == "wgmma" and supports(call, call.q, call.keys, call.key_scales))
         scorers.add(("tma" if plan.tma else arithmetic, way.planned))
-        selections.add((min(plan.num_pieces, 2), batch.order, few, way.planned))
+        name = "clusters" if plan.cluster_blocks else "sampled" if plan.num_pieces else "portable"
+        selections.add((name, batch.order, way.planned))
         ways.append(way)
     assert scorers >= {(name, planned) for name in ("tma", "wgmma", "exact") for planned in (False, True)}
-    # the portable selection, a block per row, several blocks per row, the last two with long rows too
-    assert {(pieces, order) for pieces, order, _, _ in selections} == {
-        (pieces, order) for pieces in range(3) for order in ("index", "score")}
-    assert {(2, order, True, planned) for order in ("index", "score") for planned in (False, True)} <= selections
+    assert selections >= {(name, order, planned) for name in ("clusters", "sampled") for order in ("index", "score")
+                          for planned in (False, True)}
+    assert {order for name, order, _ in selections if name == "portable"} == {"index", "score"}
     for field in ("on_device", "host_metadata", "planned", "with_scores", "with_out", "with_index_scores", "own_stream",
                   "arithmetic", "filler", "pitch", "shift"):
         assert len({getattr(way, field) for way in ways}) >= 2, field

@@ -9,7 +9,7 @@ from assertions import assert_same_bits
 from numba import cuda
 
 import indexer
-from indexer import cuda_kernels, reference, sampled_selection
+from indexer import cuda_kernels, launches, reference, sampled_selection
 from indexer.__main__ import to_device as to_numba
 from indexer.batches import make_batch, random_batch
 
@@ -101,18 +101,40 @@ def selected(batch, function, **extra):
     return batch.select(function, out_scores=out_scores, **extra), out_scores
 
 
+@pytest.fixture(params=["clusters", "no clusters"])
+def with_and_without_clusters(request, monkeypatch):
+    """Few rows are selected by clusters where there are some; else by blocks that hand over."""
+    if request.param == "no clusters":
+        monkeypatch.setattr(launches, "max_clusters", lambda _: {})
+
+
+@pytest.mark.usefixtures("with_and_without_clusters")
 @pytest.mark.parametrize("top_k", [1, 777, 2048, 4096])
 @pytest.mark.parametrize("kind", KINDS)
 def test_selection_of_every_kind_of_row(kind, top_k):
-    """Rows around every limit of the kernel: as long as top_k, as a block holds, sampled, shared among blocks."""
+    """Rows around every limit of the kernels: as long as top_k, as a block holds, sampled, shared among blocks."""
     rng = np.random.default_rng([top_k, len(kind)])
-    rows = [row_of(kind, size, rng) for size in (1, top_k, top_k + 1, 8192, 8193, 8223, 20_000, 70_001, 131_072)]
+    sizes = 1, top_k, top_k + 1, 8192, 8193, 8223, 20_000, 70_001, 131_072
+    rows = [row_of(kind, size, rng) for size in sizes]
     few = planted(rows, top_k)
     for batch in (few, planted(rows[2:6] * 40, top_k)):                 # blocks share the rows, or have one each
         for got, want in zip(selected(batch, SELECT), selected(batch, ORACLE)):
             assert_same_bits(got, want)
 
 
+@pytest.mark.parametrize("top_k", [1, 2048, 9000])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 5000), (2, 1_200_000), (8, 65_537), (16, 20_479), (40, 20_001)])
+def test_selection_by_clusters_of_any_size(num_rows, size, kind, top_k):
+    """Of 2, 4, 8 and 16 blocks; pieces that a block cannot hold; rows of other lengths in between, all selected from some."""
+    rng = np.random.default_rng([num_rows, len(kind)])
+    rows = [row_of(kind, size if i % 3 == 0 else int(rng.integers(1, size)), rng) for i in range(num_rows)]
+    batch = planted(rows, top_k)
+    for got, want in zip(selected(batch, SELECT), selected(batch, ORACLE)):
+        assert_same_bits(got, want)
+
+
+@pytest.mark.usefixtures("with_and_without_clusters")
 @pytest.mark.parametrize("num_rows", [1, 140])
 @pytest.mark.parametrize("sample_is_best", [True, False])
 def test_a_sample_that_misleads_changes_nothing(sample_is_best, num_rows):
@@ -127,6 +149,7 @@ def test_a_sample_that_misleads_changes_nothing(sample_is_best, num_rows):
     assert_same_bits(batch.select(SELECT), np.repeat(want, num_rows, axis=0))
 
 
+@pytest.mark.usefixtures("with_and_without_clusters")
 @pytest.mark.parametrize("kind", ["gaussian", "plateau"])
 def test_selection_is_the_same_on_every_run(kind):
     rng = np.random.default_rng(5)
@@ -140,6 +163,7 @@ def test_selection_is_the_same_on_every_run(kind):
 def test_the_portable_selection_on_a_gpu(monkeypatch):
     """What other cards and the simulator use, on the same batches."""
     monkeypatch.setattr(sampled_selection, "supports", lambda *_: False)
+    monkeypatch.setattr(launches, "max_clusters", lambda _: {})
     for seed in range(60):
         batch = random_batch(np.random.default_rng([12, seed]))
         for got, want in zip(selected(batch, SELECT), selected(batch, ORACLE)):
@@ -293,7 +317,7 @@ def test_mixed_places_are_refused():
 
 
 def test_wgmma_is_refused_on_other_cards(monkeypatch):
-    monkeypatch.setattr(cuda_kernels, "has_wgmma", lambda: False)
+    monkeypatch.setattr(cuda_kernels, "is_hopper", lambda: False)
     assert indexer.default_arithmetic() == "exact"
     with pytest.raises(ValueError, match=r'arithmetic must be "auto" or "exact".*got "wgmma"'):
         small().select(SELECT, arithmetic="wgmma")

@@ -22,12 +22,12 @@ decode, chunk_rows, packed = (function.fn if SIMULATED else function.py_func
                               for function in (scoring.decode, device_chunk_rows, device_packed))
 
 
-def plan_of(num_multiprocessors=132, shared_bytes_limit=232_448, with_scores=False, **options):
+def plan_of(num_multiprocessors=132, shared_bytes_limit=232_448, with_scores=False, max_clusters=None, **options):
     options = {"new_tokens": [8], "cached": [992], "num_heads": 64, "head_dim": 32, "page_size": 64, "top_k": 100, **options}
     batch = make_batch(np.random.default_rng(0), **options)
     call = check_call(*batch.arguments(), mask=batch.mask, kpool=batch.kpool, arithmetic="exact", top_k=batch.top_k,
                       order=batch.order, scores_budget_bytes=batch.scores_budget_bytes)
-    return Plan.of(call, num_multiprocessors, shared_bytes_limit, with_scores=with_scores)
+    return Plan.of(call, num_multiprocessors, shared_bytes_limit, with_scores=with_scores, max_clusters=max_clusters)
 
 
 # ------------------------------------------------------------------------------------------------------------------ plans
@@ -126,13 +126,44 @@ def test_few_rows_are_shared_among_blocks(rows, width, pieces):
     assert sampled_selection.pieces_per_row(rows, width, 132) == pieces
 
 
-@pytest.mark.skipif(SIMULATED, reason="the simulator has no warp collectives")
-def test_few_blocks_have_a_multiprocessor_each():
-    """More than half of its 233,472 bytes, of which a block takes 1,024 by itself."""
-    few, many = plan_of(new_tokens=[132], cached=[900]), plan_of(new_tokens=[133], cached=[900])
-    assert 2 * (few.select_shared_bytes + 1024) > 233_472 >= few.select_shared_bytes + 1024
-    assert 2 * (many.select_shared_bytes + 1024) <= 233_472
-    assert plan_of(new_tokens=[1], cached=[131_071]).select_shared_bytes == few.select_shared_bytes
+H200_CLUSTERS = {2: 66, 4: 30, 8: 15, 16: 7}
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")
+@pytest.mark.parametrize(("rows", "width", "blocks"), [
+    (1, 131_072, 16), (7, 131_072, 16), (8, 65_536, 8), (15, 65_536, 8), (16, 65_536, 4), (30, 65_536, 4), (31, 40_000, 2),
+    (66, 32_768, 2), (67, 32_768, 0),                                   # no two blocks for each row
+    (1, 4095, 0), (1, 4096, 2), (1, 32_767, 8), (1, 32_768, 16),        # 2048 keys at least
+    (16, 81_920, 4), (16, 81_921, 0), (66, 40_960, 2), (66, 40_961, 0),         # 20,480 at most
+    (15, 1_000_000, 8), (1, 2**22, 16), (1, 2**22 + 1, 0)])             # but for eight blocks and more
+def test_few_rows_are_selected_by_clusters(rows, width, blocks):
+    from indexer import cluster_selection
+    assert cluster_selection.blocks_per_row(rows, width, H200_CLUSTERS) == blocks
+    assert cluster_selection.blocks_per_row(rows, width, {}) == 0
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")
+def test_shared_memory_of_a_cluster_s_blocks():
+    """Tiles of 256 keys, 264 words each; in front of them, in words, hand-counted."""
+    from indexer import cluster_selection
+    histograms, counts, coarse, sent, found, lists, barriers = 3 * 2048, 64 + 1, 32, 16 * (32 + 64 + 2), 3, 2 * 4096, 2 * 8
+    front = histograms + counts + coarse + sent + found + lists
+    assert cluster_selection.shared_bytes(0) == 4 * ((front + 1) // 2 * 2 + barriers)
+    assert cluster_selection.shared_bytes(10) == cluster_selection.shared_bytes(0) + 10 * 264 * 4
+    assert cluster_selection.tiles_held(131_072, 16, 232_448) == 32
+    assert cluster_selection.tiles_held(131_073, 16, 232_448) == 33
+    most = cluster_selection.tiles_held(2**22, 16, 232_448)
+    assert cluster_selection.shared_bytes(most) <= 232_448 < cluster_selection.shared_bytes(most + 1)
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")
+def test_a_plan_of_clusters():
+    plan = plan_of(new_tokens=[1] * 8, cached=[65_535] * 8, max_clusters=H200_CLUSTERS)
+    assert (plan.cluster_blocks, plan.num_held, plan.num_pieces, plan.lists_shape) == (8, 32, 0, (1, 1))
+    assert plan.select_shared_bytes < 232_448
+    chunked = plan_of(new_tokens=[1] * 8, cached=[65_535] * 8, max_clusters=H200_CLUSTERS, scores_budget_bytes=2**20)
+    assert chunked.cluster_blocks == 0                                  # a cluster's row is that token
+    assert chunked.num_pieces == 1
 
 
 def test_what_is_handed_over_is_allocated_for_shared_rows_only():

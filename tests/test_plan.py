@@ -13,7 +13,7 @@ from numba import cuda
 from test_gpu import planted, small
 
 import indexer
-from indexer import sampled_selection
+from indexer import launches, sampled_selection
 from indexer.__main__ import to_device as to_numba
 from indexer.batches import make_batch
 from indexer.device import SIMULATED, Memory
@@ -288,8 +288,9 @@ def test_a_plan_per_thread():
 
 @on_gpu
 @pytest.mark.parametrize("size", [sampled_selection.WINDOW - 1, sampled_selection.WINDOW, sampled_selection.WINDOW + 1, 300_001])
-def test_more_candidates_than_a_window_of_the_bitmap(size):
+def test_more_candidates_than_a_window_of_the_bitmap(size, monkeypatch):
     """Rows whose best are all at the front, all at the back, everywhere; scores are planted, as in the reported faults."""
+    monkeypatch.setattr(launches, "max_clusters", lambda _: {})
     scores = np.random.default_rng(1).random((3, size), np.float32)
     scores[0, :2500] += 2
     scores[1, -2500:] += 2
