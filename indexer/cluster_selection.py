@@ -312,11 +312,12 @@ def counts_before(shared, base, block, num_blocks, lane, warp):
     return int32(shared[at(WARP_COUNTS, warp)]), int32(shared[at(WARP_COUNTS + 32, warp)])
 
 
-def _select_rows_of_clusters(bits, offsets, lengths, causal, kpool, width, out, out_scores, with_scores, num_held):
+def _select_rows_of_clusters(bits, row_candidates, offsets, lengths, causal, kpool, width, out, out_scores, with_scores,
+                             num_held):
     """out[token] = positions of the min(top_k, v) best scores of that row, ascending, then -1.
 
-    A cluster per row, its blocks on consecutive pieces of it, the warps of a block on consecutive pieces of that.
-    A block holds up to `num_held` tiles in shared memory.
+    A cluster per row, its blocks on consecutive pieces of it, the warps of a block on consecutive pieces of that. A block holds up
+    to `num_held` tiles in shared memory. Where no kernel has counted the rows' candidates before, `row_candidates` is empty.
     """
     shared = cuda.shared.array(0, uint32)
     item, key = cuda.local.array(ITEMS, uint32), cuda.local.array(ITEMS, uint32)
@@ -334,7 +335,10 @@ def _select_rows_of_clusters(bits, offsets, lengths, causal, kpool, width, out, 
             words = uint32(2)
         if tid != uint32(NUM_BARRIERS - 2):   # how long the list is turns out later
             mbarrier_arrive_expect_bytes(barrier, uint32(4) * words * num_blocks)
-    candidates = find_candidates(offsets, lengths, int64(token), causal, kpool, width)
+    if row_candidates.shape[0] > 0:
+        candidates = cuda.shfl_sync(0xFFFFFFFF, row_candidates[token], 0)
+    else:
+        candidates = find_candidates(offsets, lengths, int64(token), causal, kpool, width)
     top_k = int32(out.shape[1])
     source = bits[token]
 
@@ -463,5 +467,5 @@ def _select_rows_of_clusters(bits, offsets, lengths, causal, kpool, width, out, 
 
 SELECT_ROWS_OF_CLUSTERS = Kernel(
     _select_rows_of_clusters,
-    (types.Array(types.uint32, 2, "C"), *LENGTHS_SIGNATURE, *SELECT_SIGNATURE[4:], int32),
+    (types.Array(types.uint32, 2, "C"), SELECT_SIGNATURE[1], *LENGTHS_SIGNATURE, *SELECT_SIGNATURE[4:], types.int32),
     THREADS, blocks_per_multiprocessor=1)

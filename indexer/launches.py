@@ -183,7 +183,7 @@ class Plan:
         return self.tma is not None and (self.num_pieces > 0 or self.cluster_blocks > 0) and not self.rank_width
 
 
-UNPACKED = ArrayView("packing", 0, (0,), (4,), "int32", True, "cuda", None)
+NOTHING = ArrayView("nothing", 0, (0,), (4,), "int32", True, "cuda", None)
 Scratch = Callable[[tuple[int, ...], str], Any]           # (shape, dtype) -> device memory that lasts until the steps have run
 
 
@@ -214,7 +214,7 @@ def select_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out:
     located = () if plan.finds_rows else _located_rows(call, scratch, steps)
     memory = scratch(plan.scores_shape, "float32")
     scores, bits = flat_array(memory), flat_array(memory, "uint32")
-    packing = kernel_array(UNPACKED)
+    packing = kernel_array(NOTHING)
     if plan.is_packed:
         packing = kernel_array(scratch((2,), "int32"))
         steps.append(Launch(rows.PACK_CHUNKS, 1, (*of_lengths, call.width, math.prod(plan.scores_shape), call.num_tokens, packing)))
@@ -238,7 +238,8 @@ def select_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out:
             steps.append(score(scores, bits, chunk, packing))
         if plan.cluster_blocks:
             steps.append(Launch(cluster_selection.SELECT_ROWS_OF_CLUSTERS, plan.row_blocks * plan.cluster_blocks,
-                                (kernel_array(memory, "uint32"), *of_lengths, call.width, *targets, plan.num_held),
+                                (kernel_array(memory, "uint32"), located[1] if located else NOTHING, *of_lengths, call.width,
+                                 *targets, plan.num_held),
                                 plan.select_shared_bytes, plan.cluster_blocks))
         else:
             steps.append(Launch(kernel, plan.row_blocks * max(1, plan.num_pieces),
@@ -262,7 +263,7 @@ def score_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out: 
                         (kernel_array(out, "uint32"), located[1], int(everywhere and plan.tma is not None))))
     score = _scorer(call, plan, arithmetic, scratch, located, counters, 0)
     all_rows = 0, call.num_tokens, call.width, call.num_tokens
-    steps.append(score(flat_array(out), flat_array(out, "uint32"), all_rows, kernel_array(UNPACKED)))
+    steps.append(score(flat_array(out), flat_array(out, "uint32"), all_rows, kernel_array(NOTHING)))
     return steps
 
 

@@ -11,7 +11,7 @@ from indexer.device import SIMULATED, Memory
 from indexer.fuzz import FILLERS, GUARD_BYTES, Guarded, compare, draw, filled_memory, random_way
 from indexer.problem import check_call
 
-NUM_BATCHES = 440 if SIMULATED else 300                                 # of the seeded run: a minute and a half
+NUM_BATCHES = 440 if SIMULATED else 60                                  # of the seeded run: a minute and a half
 
 
 # -------------------------------------------------------------------------------------------------------------- the watch
