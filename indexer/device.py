@@ -198,8 +198,11 @@ def _given_handle(stream: Any) -> int:
 
 
 def _require_current_device(handle: int) -> None:
-    """Refuses a stream of another device, where the driver can tell (from CUDA 12.8 on); default streams belong to all."""
-    if SIMULATED or handle in DEFAULT_STREAMS:
+    """Refuses a stream of another device, where the driver can tell (from CUDA 12.8 on); default streams belong to all.
+
+    A stream that is being captured must not be asked: the driver would end the capture.
+    """
+    if SIMULATED or handle in DEFAULT_STREAMS or is_capturing(handle):
         return
     from cuda.bindings import driver
     with contextlib.suppress(AttributeError, RuntimeError):                 # older bindings, older drivers

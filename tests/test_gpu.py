@@ -263,7 +263,9 @@ def test_a_producer_on_another_stream_is_waited_for():
     assert_same_bits(to_host(got), batch.select(ORACLE))
 
 
-def test_capture_into_a_graph():
+@pytest.mark.parametrize("is_given", [False, True])
+def test_capture_into_a_graph(is_given):
+    """On the current stream, or on one that the call is given: about that, the driver may not even be asked."""
     torch = pytest.importorskip("torch")
     batch = small()
     arguments = batch.arguments(to_torch)
@@ -271,7 +273,7 @@ def test_capture_into_a_graph():
     SELECT(*arguments, top_k=batch.top_k, out=out)                      # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        SELECT(*arguments, top_k=batch.top_k, out=out)
+        SELECT(*arguments, top_k=batch.top_k, out=out, stream=torch.cuda.current_stream() if is_given else None)
     out.fill_(-7)
     graph.replay()
     assert_same_bits(to_host(out), batch.select(ORACLE))
