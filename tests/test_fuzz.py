@@ -86,7 +86,7 @@ def test_the_draws_reach_every_path_of_a_hopper_gpu():
             continue
         arithmetic = "wgmma" if batch.fp8_dtype == "float8_e4m3fn" and way.arithmetic == "auto" else "exact"
         call = check_call(*batch.arguments(), **batch.options, arithmetic=arithmetic)
-        plan = Plan.of(call, 132, 232_448, with_scores=way.with_scores, max_clusters={2: 66, 4: 30, 8: 15, 16: 7},
+        plan = Plan.of(call, 132, 232_448, with_scores=way.with_scores, max_clusters={1: 132, 2: 66, 4: 30, 8: 15, 16: 7},
                        use_tma=arithmetic == "wgmma" and supports(call, call.q, call.keys, call.key_scales))
         scorers.add(("tma" if plan.tma else arithmetic, way.planned))
         name = "clusters" if plan.cluster_blocks else "sampled" if plan.num_pieces else "portable"
