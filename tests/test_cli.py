@@ -53,6 +53,11 @@ def tiny_batch(**options: Any) -> Batch:
                                                    "page_size": 4, "regime": "all-ties", "top_k": 8, **options})
 
 
+def test_the_readme_names_every_module():
+    listed = re.findall(r"^  (\w+\.py)  ", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "indexer").glob("*.py") if path.name != "__init__.py")
+
+
 # ------------------------------------------------------------------------------------------------------------ whole runs
 
 
