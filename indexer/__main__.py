@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import itertools
-import json
 import platform
 import statistics
 import sys
@@ -226,7 +225,7 @@ def check(args: argparse.Namespace) -> int:
     Returns
     -------
     int
-        Exit status: 1 after a mismatch, 2 if nothing could be compared, 130 if it was interrupted.
+        Exit status: 1 after a mismatch, 130 if it was interrupted, 2 if nothing could be compared or the file not be written.
     """
     target = find_target()
     if target.kind == "none":
@@ -264,14 +263,17 @@ def check(args: argparse.Namespace) -> int:
     summary = {**counts, "seconds": round(progress.elapsed, 1), "seed": args.seed}
     for name, value in summary.items():
         print(f"{name:12}  {value}")
+    is_written = True
     if args.json:
         report = {"device": target.description, **{name.replace(" ", "_"): value for name, value in summary.items()},
-                  "failures": failures}
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+                  "first": args.first, "interrupted": interrupted, "failures": failures}
+        is_written = benchmark.write_json(args.json, report)
     if counts["mismatches"]:
         return 1
     if interrupted:
         return 130
+    if not is_written:
+        return 2
     if not counts["query rows"]:
         print("nothing was compared: no query rows were drawn")
         return 2
@@ -332,7 +334,7 @@ def bench(args: argparse.Namespace) -> int:
     Returns
     -------
     int
-        Exit status: 1 after a mismatch, 2 if nothing could be measured.
+        Exit status: 1 after a mismatch, 2 if nothing could be measured or the file not be written.
     """
     target = find_target()
     if target.kind != "gpu":
@@ -417,14 +419,23 @@ def _hours(text: str) -> float:
         hours = float(text)
     except ValueError:
         hours = 0.0
-    if not 0 < hours < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+    if not 0 < hours < 2**31:
+        raise argparse.ArgumentTypeError(f"must be a number above 0 and below 2**31, got {text}")
     return hours
 
 
 def _new_file(text: str) -> str:
-    if not text or Path(text).is_dir() or not Path(text).parent.is_dir():
-        raise argparse.ArgumentTypeError(f"must name a file in a folder that exists, got {text!r}")
+    """A path that can be written now, before hours of work; a file that is there stays as it is."""
+    path = Path(text)
+    try:
+        if not text or path.is_dir() or not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"must name a file in a folder that exists, got {text!r}")
+        was_there = path.exists()
+        path.open("a").close()
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"must name a file that can be written, got {text!r} ({error.strerror})") from None
     return text
 
 
@@ -440,9 +451,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.set_defaults(run=demo)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands")
-    commands.add_parser("demo", help="one ragged batch at DeepSeek-V3.2's dimensions (the default)").set_defaults(run=demo)
-    checks = commands.add_parser("check", help="random batches: GPU functions against the oracle, bit for bit")
-    checks.set_defaults(run=check)
+
+    def command(run: Callable[[argparse.Namespace], int], text: str, more: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = commands.add_parser(run.__name__, help=text, description=f"{more[0].upper()}{more[1:]}")
+        added.set_defaults(run=run)
+        return added
+
+    command(demo, "one ragged batch at DeepSeek-V3.2's dimensions (the default)",
+            "one ragged batch at DeepSeek-V3.2's dimensions, a sample of its rows compared with the oracle; without a GPU, a "
+            "smaller one by the oracle alone. Exit status: 1 after a mismatch.")
+    checks = command(check, "random batches: GPU functions against the oracle, bit for bit",
+                     "random ragged batches, between guard zones: GPU functions against the oracle, bit for bit. A mismatch is "
+                     "printed with the command that repeats it. Exit status: 1 after a mismatch, 130 if interrupted, 2 if nothing "
+                     "could be compared or the file not be written.")
     extent = checks.add_mutually_exclusive_group()
     extent.add_argument("--batches", type=_at_least(1), help=f"how many (default {BATCHES})")
     extent.add_argument("--hours", type=_hours, help="draws batches for so long instead, as in 0.5")
@@ -453,15 +474,16 @@ def main(argv: list[str] | None = None) -> int:
     checks.add_argument("--max-cached", type=_at_least(0), help="at most so many cached tokens per request")
     checks.add_argument("--max-requests", type=_at_least(1), help="at most so many requests per batch")
     checks.add_argument("--json", metavar="FILE", type=_new_file, help="writes what was counted, and the mismatches")
-    times = commands.add_parser("bench", help="times of the operator and its peers on a GPU, with torch")
-    times.set_defaults(run=bench)
+    times = command(bench, "times of the operator and its peers on a GPU, with torch",
+                    "times of the operator and its peers on a GPU, with torch; before, sampled rows are compared with the oracle. "
+                    "Exit status: 1 after a mismatch, 2 if nothing could be measured or the file not be written.")
     times.add_argument("--shapes", choices=("decode", "prefill", "all"), default="all", help="which (default all)")
     times.add_argument("--filter", metavar="TEXT", default="", help="only shapes with this in their names, as in H32 or 64x1")
     times.add_argument("--reps", type=_at_least(1), default=30, help="timed replays of each (default 30)")
     times.add_argument("--seed", type=_at_least(0), default=0, help="of the inputs and of the rows compared (default 0)")
     times.add_argument("--json", metavar="FILE", type=_new_file, help="writes everything measured")
     times.add_argument("--plot", metavar="FILE.png", type=_new_png, help="draws the medians (extra plot)")
-    commands.add_parser("info", help="versions, devices, arithmetic").set_defaults(run=info)
+    command(info, "versions, devices, arithmetic", "versions, devices, and what arithmetic \"auto\" stands for.")
     args = parser.parse_args(argv)
     return int(args.run(args))
 

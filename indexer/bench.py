@@ -676,6 +676,16 @@ def driver_version() -> str:
         return "not available"
 
 
+def write_json(path: str, contents: dict[str, Any]) -> bool:
+    """Writes a report; False, with the reason on stderr, if that fails."""
+    try:
+        Path(path).write_text(json.dumps(contents, indent=2) + "\n")
+    except OSError as error:
+        print(f"{path} could not be written: {error.strerror}", file=sys.stderr)
+        return False
+    return True
+
+
 def run(options: argparse.Namespace, environment: dict[str, Any]) -> int:
     """Measures the shapes that the options name and reports.
 
@@ -689,7 +699,7 @@ def run(options: argparse.Namespace, environment: dict[str, Any]) -> int:
     Returns
     -------
     int
-        Exit status: 1 after a mismatch with the oracle, 2 if nothing could be measured.
+        Exit status: 1 after a mismatch with the oracle, 2 if nothing could be measured or the JSON file not be written.
     """
     shapes = select_shapes(options.shapes, options.filter)
     reason = obstacle(shapes, options.plot is not None)
@@ -716,8 +726,6 @@ def run(options: argparse.Namespace, environment: dict[str, Any]) -> int:
         show("")
         print(format_line(result_cells(results[-1], roofs)), flush=True)
     print("\n".join(["", *missing_lines(results)]))
-    if options.json:
-        Path(options.json).write_text(json.dumps(as_json(results, roofs, environment), indent=2) + "\n")
     if options.plot:
         chart(results, environment["device"]).savefig(options.plot)
-    return 0
+    return 0 if not options.json or write_json(options.json, as_json(results, roofs, environment)) else 2

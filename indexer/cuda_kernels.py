@@ -37,7 +37,8 @@ def mla_indexer_ragged_float8_paged(
     Parameters
     ----------
     q : array, FP8 or uint8, [T, H, D]
-        Query heads, of the dtype of the keys (uint8: as its bytes). NumPy, torch, or anything with ``__cuda_array_interface__``.
+        Query heads, of the dtype of the keys (uint8: as its bytes). NumPy, torch, or anything on a GPU with
+        ``__cuda_array_interface__`` or ``__dlpack__``.
     q_s : array, float32, [T, H]
         Query scales, any sign; they carry the head weights.
     input_row_offsets : array, uint32 or int32, [B + 1]

@@ -64,7 +64,7 @@ def export(array: Any) -> Exported:
     Raises
     ------
     ValueError
-        If a capsule is of a version or kind that is not known.
+        If a capsule is of a version or kind that is not known, or of memory elsewhere.
     Exception
         Whatever the producer raises.
     """
@@ -82,10 +82,13 @@ def export(array: Any) -> Exported:
         tensor = _Managed.from_address(_pointer_of(capsule, b"dltensor")).tensor
     else:
         raise ValueError(f"{type(capsule).__name__} instead of a DLPack capsule")
+    if tensor.device_type not in DEVICES or tensor.ndim < 0:
+        raise ValueError(f"a capsule of DLPack device type {tensor.device_type} with {tensor.ndim} axes")
     kind = _KINDS.get(tensor.code)
-    if kind is None or tensor.lanes != 1 or tensor.bits % 8:
+    is_byte = kind is not None and (kind == "bool" or kind.startswith("float8"))
+    if kind is None or tensor.lanes != 1 or tensor.bits % 8 or not tensor.bits or (is_byte and tensor.bits != 8):
         raise ValueError(f"items of DLPack type code {tensor.code}, {tensor.bits} bits and {tensor.lanes} lanes")
-    dtype = kind if kind == "bool" or kind.startswith("float8") else f"{kind}{tensor.bits}"
+    dtype = kind if is_byte else f"{kind}{tensor.bits}"
     shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
     items = (tensor.strides[axis] if tensor.strides else math.prod(shape[axis + 1:]) for axis in range(tensor.ndim))
     strides = tuple(tensor.bits // 8 * stride for stride in items)

@@ -77,7 +77,7 @@ class Plan:
     num_held : int
         Tiles of a row that a block of a cluster keeps.
     num_pieces : int
-        Blocks that share a row in the sampled selection; 0 for the portable one, where one block takes whole rows.
+        Blocks that share a row in the sampled selection; 0 for the others.
     rank_width : int
         Entries per row that are sorted; 0 for order "index".
     select_shared_bytes : int

@@ -196,8 +196,11 @@ def describe(name: str, array: Any) -> ArrayView:
         return ArrayView(name, array.data_ptr(), tuple(array.shape), tuple(s * itemsize for s in array.stride()),
                          str(array.dtype).removeprefix("torch."), array.device.type == "cuda", "torch", array)
     # numba's simulator marks its arrays as device arrays and has the host's array interface
-    interface = getattr(array, "__cuda_array_interface__", None) or (
-        array.__array_interface__ if getattr(array, "__cuda_ndarray__", False) else None)
+    try:
+        interface = getattr(array, "__cuda_array_interface__", None) or (
+            array.__array_interface__ if getattr(array, "__cuda_ndarray__", False) else None)
+    except Exception as error:                    # whatever the producer raises
+        raise _malformed(name, array, error) from None
     if interface is None or _names_no_stream(interface):
         exported = _exported(name, array)
         if exported is not None:
@@ -212,13 +215,26 @@ def describe(name: str, array: Any) -> ArrayView:
         strides = c_strides(shape, dtype) if strides is None else tuple(map(operator.index, strides))
         address, read_only = interface["data"]
         address = operator.index(address or 0)
+        _require_lawful(shape, strides, address)
+        if stream is not None and not 0 <= operator.index(stream) < 2**64:
+            raise ValueError(f"stream {_shown(stream)}")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise TypeError(f"{name} must have a __cuda_array_interface__ with shape, typestr and data, got one of "
-                        f"{type(array).__name__} that gives {_cut(f'{type(error).__name__}: {error}')}") from None
+        raise _malformed(name, array, error) from None
     if mask is not None:
         raise TypeError(f"{name} must be an array without a mask, got {type(array).__name__}")
     library = next((name for name in ("numba", "cupy") if name in modules), "cuda")
     return ArrayView(name, address, shape, strides, _dtype_name(dtype), True, library, array, not read_only, stream)
+
+
+def _malformed(name: str, array: Any, error: Exception) -> TypeError:
+    return TypeError(f"{name} must have a __cuda_array_interface__ with shape, typestr and data, got one of "
+                     f"{type(array).__name__} that gives {_cut(f'{type(error).__name__}: {error}')}")
+
+
+def _require_lawful(shape: tuple[int, ...], strides: tuple[int, ...], address: int) -> None:
+    """Raises ValueError for what no memory has, whoever says so."""
+    if min(shape, default=0) < 0 or len(strides) != len(shape) or not 0 <= address < 2**64:
+        raise ValueError(f"shape {_shown(shape)}, strides {_shown(strides)}, address {_shown(address)}")
 
 
 def _names_no_stream(interface: Any) -> bool:
@@ -235,7 +251,10 @@ def _says_read_only(interface: Any) -> bool:
 def _exported(name: str, array: Any) -> dlpack.Exported | None:
     """A device array through DLPack; None for one that does not speak it, or is elsewhere."""
     try:
-        return dlpack.export(array) if dlpack.is_on_device(array) else None
+        exported = dlpack.export(array) if dlpack.is_on_device(array) else None
+        if exported is not None:
+            _require_lawful(exported.shape, exported.strides, exported.address)
+        return exported
     except Exception as error:                    # whatever the producer raises
         raise TypeError(f"{name} must be an array that DLPack can export, got one of {type(array).__name__} that gives "
                         f"{_cut(f'{type(error).__name__}: {error}')}") from None
@@ -434,7 +453,7 @@ class PagedKeyCache:
         head_dim = row_bytes - 4
         if page_size < 1 or head_dim < 1:
             raise ValueError(f"pages must have shape [num_blocks, P, 1, D + 4] with P and D of at least 1, got {list(view.shape)}")
-        if view.strides[3] != 1 or (page_size > 1 and view.strides[1] != row_bytes):
+        if view.size and (view.strides[3] != 1 or (page_size > 1 and view.strides[1] != row_bytes)):
             raise ValueError(f"pages must be contiguous within a page (strides [any, {row_bytes}, any, 1] bytes), "
                              f"got strides {list(view.strides)}")
         page_stride = view.strides[0] if num_blocks > 1 else page_size * row_bytes

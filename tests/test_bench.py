@@ -263,6 +263,14 @@ def test_bench_prints_the_table_and_writes_the_file(planted: dict[str, Any], tmp
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", found["date"])
 
 
+@pytest.mark.usefixtures("planted")
+def test_a_report_of_bench_that_cannot_be_written_in_the_end_is_no_mismatch(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["bench", "--filter", "64K", "--json", "/dev/full"]) == 2
+    text = capsys.readouterr()
+    assert text.out.splitlines()[-1] == "DeepGEMM + FlashInfer not available: absent (all shapes)"
+    assert text.err.splitlines()[-1] == "/dev/full could not be written: No space left on device"
+
+
 def test_bench_draws_the_chart(planted: dict[str, Any], tmp_path: Path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "bench.png"

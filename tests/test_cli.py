@@ -53,6 +53,11 @@ def tiny_batch(**options: Any) -> Batch:
                                                    "page_size": 4, "regime": "all-ties", "top_k": 8, **options})
 
 
+def test_the_readme_names_every_module():
+    listed = re.findall(r"^  (\w+\.py)  ", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "indexer").glob("*.py") if path.name != "__init__.py")
+
+
 # ------------------------------------------------------------------------------------------------------------ whole runs
 
 
@@ -169,8 +174,9 @@ def test_on_a_gpu_the_demo_agrees_and_check_finds_nothing(capsys: pytest.Capture
 @pytest.mark.parametrize("argv", [["no-such-command"], ["check", "--batches", "0"], ["check", "--seed", "-1"],
                                   ["check", "--batches", "x"], ["check", "--arithmetic", "no-such-arithmetic"],
                                   ["check", "--hours", "0"], ["check", "--hours", "nan"],
-                                  ["check", "--hours", "inf"], ["check", "--hours", "x"],
+                                  ["check", "--hours", "inf"], ["check", "--hours", "x"], ["check", "--hours", "1e300"],
                                   ["check", "--hours", "1", "--batches", "100"], ["check", "--json", "/no folder/x.json"],
+                                  ["check", "--json", "/proc/x.json"],                  # no one can write there
                                   ["bench", "--json", "/"], ["bench", "--json", ""], ["bench", "--json", "/no folder/x.json"],
                                   ["bench", "--plot", "x.pdf"], ["bench", "--plot", "bench"]])
 def test_bad_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]):
@@ -339,7 +345,7 @@ def test_check_exits_with_1_and_says_how_to_reproduce(fault: str, monkeypatch: p
     written = json.loads(report.read_text())
     assert [failure["reproduce"] for failure in written["failures"]] == [
         f"NUMBA_ENABLE_CUDASIM=1 python -m indexer {command}" for _, command in reported]
-    assert (written["batches"], written["mismatches"], written["seed"]) == (20, len(reported), 3)
+    assert (written["batches"], written["mismatches"], written["seed"], written["first"]) == (20, len(reported), 3, 0)
     number, command = reported[-1]
     assert command == f"check --seed 3 --max-cached 30 --first {number} --batches 1"
     of_that_batch = text[text.index(f"mismatch in batch {number}:"):].splitlines()[:2]
@@ -403,7 +409,8 @@ def test_check_for_a_time_goes_on_after_a_mismatch_and_says_how_to_reproduce(mon
     assert cli.main(reported[-1][1].split()) == 1
 
 
-def test_an_interrupted_check_says_what_it_has_done(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_an_interrupted_check_says_what_it_has_done(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                                                    tmp_path: Path):
     plant(monkeypatch, None)
     drawn = iter([draw_for_the_host(0, i, on_gpu=False) for i in range(3)])
 
@@ -413,8 +420,29 @@ def test_an_interrupted_check_says_what_it_has_done(monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "draw", next_drawn)
-    assert cli.main(["check", "--hours", "1"]) == 130
+    report = tmp_path / "report.json"
+    assert cli.main(["check", "--hours", "1", "--json", str(report)]) == 130
     assert labelled(capsys.readouterr().out)["batches"] == "3"
+    written = json.loads(report.read_text())
+    assert (written["batches"], written["interrupted"]) == (3, True)
+
+
+def test_a_report_that_cannot_be_written_in_the_end_is_no_mismatch(monkeypatch: pytest.MonkeyPatch,
+                                                                   capsys: pytest.CaptureFixture[str]):
+    plant(monkeypatch, None)
+    assert cli.main(["check", "--batches", "3", "--json", "/dev/full"]) == 2
+    text = capsys.readouterr()
+    assert labelled(text.out)["batches"] == "3"
+    assert text.err.splitlines()[-1] == "/dev/full could not be written: No space left on device"
+
+
+def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("old")
+    assert cli._new_file(str(old)) == str(old)
+    assert cli._new_file(str(new)) == str(new)
+    assert old.read_text() == "old"
+    assert not new.exists()
 
 
 def test_check_of_nothing_but_empty_batches_does_not_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

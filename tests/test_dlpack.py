@@ -1,4 +1,5 @@
 """Arrays of libraries that speak DLPack: what is read of a capsule, and on a GPU the oracle's bits from them."""
+import ctypes
 import gc
 import weakref
 from dataclasses import replace
@@ -42,8 +43,10 @@ class Exporting:
             options = {"max_version": self.version}
         on_host = isinstance(self.array, np.ndarray)
         capsule = self.array.__dlpack__(**options) if on_host else self.array.__dlpack__(stream=stream, **options)
+        tensor = tensor_of(capsule)
+        tensor.device_type, tensor.device_id = self.device
         if self.fp8:
-            tensor_of(capsule).code = CODES[self.fp8]
+            tensor.code = CODES[self.fp8]
         return capsule
 
 
@@ -146,6 +149,28 @@ def test_what_cannot_be_read_is_refused():
     q, *others = small().arguments()
     with pytest.raises(TypeError, match=r"^q must be a NumPy array, got Exporting"):
         indexer.reference.mla_indexer_ragged_float8_paged(Exporting(q.view(np.uint8)), *others, top_k=4)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"device_type": 1}, "a capsule of DLPack device type 1 with 2 axes"),          # another one than the array said
+    ({"device_type": 3}, "a capsule of DLPack device type 3 with 2 axes"),
+    ({"ndim": -1}, "a capsule of DLPack device type 2 with -1 axes"),
+    ({"shape": ctypes.POINTER(ctypes.c_int64)()}, "NULL pointer access"),
+    ({"shape": (ctypes.c_int64 * 2)(-2, 3)}, r"shape \(-2, 3\), strides"),
+    ({"byte_offset": 2**64 - 1}, r"shape \(2, 3\), strides \(12, 4\), address \d+"),
+    ({"bits": 0}, "items of DLPack type code 0, 0 bits and 1 lanes"), ({"bits": 4}, "type code 0, 4 bits and 1 lanes"),
+    ({"lanes": 4}, "32 bits and 4 lanes"), ({"code": 99}, "type code 99"), ({"code": 6}, "type code 6, 32 bits"),
+    ({"code": 10}, "type code 10, 32 bits")])
+def test_a_capsule_that_makes_no_sense_is_refused(changes, message):
+    class Changed(Exporting):
+        def __dlpack__(self, **options):
+            capsule = super().__dlpack__(**options)
+            for name, value in changes.items():
+                setattr(tensor_of(capsule), name, value)
+            return capsule
+
+    with pytest.raises(TypeError, match=rf"^q must be an array that DLPack can export, got one of Changed that gives .*{message}"):
+        describe("q", Changed(np.zeros((2, 3), np.int32)))
 
 
 # ------------------------------------------------------------------------------------------------------------ with a GPU

@@ -633,13 +633,33 @@ def on_device(names):
     "text", {"shape": (2,), "typestr": "|u1"}, {"shape": 2, "typestr": "|u1", "data": (64, False)},
     {"shape": ("2",), "typestr": "|u1", "data": (64, False)}, {"shape": (2,), "typestr": "no-type", "data": (64, False)},
     {"shape": (2,), "typestr": "|u1", "data": (64, False), "strides": 1}, {"shape": (2,), "typestr": "|u1", "data": 64},
-], ids=["text", "no-data", "shape", "axis", "typestr", "strides", "data"])
+    {"shape": (-2,), "typestr": "|u1", "data": (64, False)},
+    {"shape": (2, 2), "typestr": "|u1", "data": (64, False), "strides": (1,)},
+    {"shape": (2,), "typestr": "|u1", "data": (-64, False)}, {"shape": (2,), "typestr": "|u1", "data": (2**64, False)},
+    {"shape": (2,), "typestr": "|u1", "data": (64, False), "version": 3, "stream": -1},
+    {"shape": (2,), "typestr": "|u1", "data": (64, False), "version": 3, "stream": "x"},
+], ids=["text", "no-data", "shape", "axis", "typestr", "strides", "data", "negative-axis", "too-few-strides", "negative-address",
+        "high-address", "negative-stream", "stream"])
 @pytest.mark.parametrize("name", ["q", "blocks", "lookup_table", "out"])
 def test_a_malformed_interface_is_refused(name, interface):
     args = valid_arguments()
     args[name] = type("Array", (), {"__cuda_array_interface__": interface})()
     for function in FUNCTIONS["select"]:
         with pytest.raises(TypeError, match=rf"^{name} must have a __cuda_array_interface__ with shape, typestr and data, got "):
+            call("select", function, args)
+
+
+@pytest.mark.parametrize("name", ["q", "blocks", "lookup_table", "out"])
+def test_an_interface_that_raises_is_refused(name):
+    class Array:
+        @property
+        def __cuda_array_interface__(self):
+            raise RuntimeError("not\nnow")
+
+    args = valid_arguments()
+    args[name] = Array()
+    for function in FUNCTIONS["select"]:
+        with pytest.raises(TypeError, match=rf"^{name} must have a __cuda_array_interface__ .* Array that gives RuntimeError: "):
             call("select", function, args)
 
 

@@ -1,12 +1,14 @@
 """Whole calls under watch: the watch itself, what the draws reach, and seeded runs on the GPU or in the simulator."""
 import numpy as np
 import pytest
+import test_sanitizer
 from assertions import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import seeded_batches
 
 import indexer.__main__ as cli
+from indexer.batches import make_batch
 from indexer.device import SIMULATED, Memory
 from indexer.fuzz import FILLERS, GUARD_BYTES, Guarded, compare, draw, filled_memory, random_way
 from indexer.problem import check_call
@@ -86,7 +88,7 @@ def test_the_draws_reach_every_path_of_a_hopper_gpu():
             continue
         arithmetic = "wgmma" if batch.fp8_dtype == "float8_e4m3fn" and way.arithmetic == "auto" else "exact"
         call = check_call(*batch.arguments(), **batch.options, arithmetic=arithmetic)
-        plan = Plan.of(call, 132, 232_448, with_scores=way.with_scores, max_clusters={1: 132, 2: 66, 4: 30, 8: 15, 16: 7},
+        plan = Plan.of(call, 132, 232_448, with_scores=way.with_scores, max_clusters=H200_CLUSTERS,
                        use_tma=arithmetic == "wgmma" and supports(call, call.q, call.keys, call.key_scales))
         scorers.add(("tma" if plan.tma else arithmetic, way.planned))
         name = "clusters" if plan.cluster_blocks else "sampled" if plan.num_pieces else "portable"
@@ -99,6 +101,27 @@ def test_the_draws_reach_every_path_of_a_hopper_gpu():
     for field in ("on_device", "host_metadata", "planned", "with_scores", "with_out", "with_index_scores", "own_stream",
                   "arithmetic", "filler", "pitch", "shift"):
         assert len({getattr(way, field) for way in ways}) >= 2, field
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator has neither the scorers of Hopper nor the sampled selection")
+def test_the_calls_for_the_sanitizer_reach_every_selection():
+    from indexer.launches import Plan
+    from indexer.tma_tile import supports
+    selections = set()
+    for name, options in test_sanitizer.BATCHES.items():
+        batch = make_batch(np.random.default_rng(0), **options)
+        arithmetic = "wgmma" if batch.fp8_dtype == "float8_e4m3fn" else "exact"
+        call = check_call(*batch.arguments(), **batch.options, arithmetic=arithmetic)
+        plan = Plan.of(call, 132, 232_448, with_scores=False,
+                       max_clusters={} if name.startswith(test_sanitizer.WITHOUT_CLUSTERS) else H200_CLUSTERS,
+                       use_tma=arithmetic == "wgmma" and supports(call, call.q, call.keys, call.key_scales))
+        selection = ("clusters" if plan.cluster_blocks else "portable" if not plan.num_pieces
+                     else "shared" if plan.num_pieces > 1 else "sampled")
+        assert selection == ("clusters" if name.startswith("clusters") else "shared" if name.startswith("shared")
+                             else "portable" if name.startswith("portable") else "sampled"), name
+        selections.add((selection, batch.order))
+    assert selections == {(selection, order) for selection in ("clusters", "shared", "sampled", "portable")
+                          for order in ("index", "score")}
 
 
 # --------------------------------------------------------------------------------------------------------- calls under it

@@ -126,7 +126,6 @@ def test_few_rows_are_shared_among_blocks(rows, width, pieces):
     assert sampled_selection.pieces_per_row(rows, width, 132) == pieces
 
 
-H200_CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}
 
 
 @pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")

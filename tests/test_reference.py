@@ -502,14 +502,15 @@ def test_no_tokens_and_no_requests():
 
 def test_rows_without_candidates_need_no_cache():
     """kpool 4 and one token per request: v = 0 everywhere, a cache of no blocks and a table of no columns will do."""
-    cache = PagedKeyCache(np.zeros((0, 1, 1, 2, 1, 2), np.uint8), np.zeros((0, 1, 1, 2, 1, 1), np.float32),
-                          np.zeros(3, np.uint32), np.zeros((3, 0), np.uint32))
-    call = np.full((3, 1, 2), 0x38, np.uint8), np.ones((3, 1), np.float32), np.arange(4, dtype=np.uint32), cache
-    out_scores = np.full((3, 2), np.nan, np.float32)
-    selected = reference.mla_indexer_ragged_float8_paged(*call, top_k=2, kpool=4, out_scores=out_scores)
-    assert selected.tolist() == [[-1, -1]] * 3
-    assert_bits(out_scores, [[MINUS_INF] * 2] * 3)
-    assert reference.index_scores(*call, kpool=4).shape == (3, 0)
+    metadata = np.zeros(3, np.uint32), np.zeros((3, 0), np.uint32)
+    for cache in (PagedKeyCache(np.zeros((0, 1, 1, 2, 1, 2), np.uint8), np.zeros((0, 1, 1, 2, 1, 1), np.float32), *metadata),
+                  PagedKeyCache.from_fused(np.zeros((0, 2, 1, 6), np.uint8), *metadata)):
+        call = np.full((3, 1, 2), 0x38, np.uint8), np.ones((3, 1), np.float32), np.arange(4, dtype=np.uint32), cache
+        out_scores = np.full((3, 2), np.nan, np.float32)
+        selected = reference.mla_indexer_ragged_float8_paged(*call, top_k=2, kpool=4, out_scores=out_scores)
+        assert selected.tolist() == [[-1, -1]] * 3
+        assert_bits(out_scores, [[MINUS_INF] * 2] * 3)
+        assert reference.index_scores(*call, kpool=4).shape == (3, 0)
 
 
 # --------------------------------------------------------------------------------------------- one score, its order and bits

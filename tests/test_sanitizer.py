@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from test_hostile_metadata import with_bad
 
+from indexer import launches
 from indexer.batches import make_batch
 from indexer.fuzz import Way, call, compare
 
@@ -25,15 +26,23 @@ BATCHES = {
     "32 deep, pages of 16": {**RAGGED, "num_heads": 32, "head_dim": 32, "page_size": 16, "mask": "null"},
     "plain": {**RAGGED, "num_heads": 12, "head_dim": 20, "page_size": 3, "order": "score"},
     "exact": {**RAGGED, **EXACT, "num_heads": 9, "page_size": 3}, "exact, 64 heads": {**DECODE, **EXACT, "order": "score"},
+    "clusters": LONG, "clusters by score": {**LONG, "order": "score"}, "clusters for ties": {**LONG, "regime": "all-ties"},
     "shared rows": LONG, "shared rows by score": {**LONG, "order": "score"}, "shared rows of ties": {**LONG, "regime": "all-ties"},
     "many rows": {"new_tokens": [150], "cached": [100], "num_heads": 8, "top_k": 64},
     "chunks": {**RAGGED, "scores_budget_bytes": 10_000}, "portable selection": {**LONG, "cached": [6000, 9000], "top_k": 5000},
     "portable selection by score": {**LONG, "cached": [6000, 9000], "top_k": 5000, "order": "score"}}
+WITHOUT_CLUSTERS = ("shared rows", "portable selection")                # which would take these few rows
 
 
 @pytest.fixture(autouse=True)
 def poisoned_scratch():
     """In place of the one that fills scratch."""
+
+
+@pytest.fixture(autouse=True)
+def no_clusters_for_some(name, monkeypatch):
+    if name.startswith(WITHOUT_CLUSTERS):
+        monkeypatch.setattr(launches, "max_clusters", lambda _: {})
 
 
 @pytest.mark.parametrize(("name", "planned"), list(zip(BATCHES, itertools.cycle((False, True)))))
@@ -44,7 +53,8 @@ def test_true_metadata(name, planned):
 
 
 @pytest.mark.parametrize(("name", "planned"), [
-    ("decode, 64 heads", False), ("decode, 64 heads", True), ("plain", False), ("exact", False), ("shared rows", True)])
+    ("decode, 64 heads", False), ("decode, 64 heads", True), ("plain", False), ("exact", False), ("shared rows", True),
+    ("clusters", True), ("clusters by score", False)])
 def test_bad_metadata(name, planned):
     batch = make_batch(np.random.default_rng(1), **BATCHES[name])
     way = Way(on_device=True, planned=planned, with_index_scores=False, with_scores=False, filler=None)
