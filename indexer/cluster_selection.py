@@ -49,6 +49,7 @@ NUM_DIGITS = 3
 COARSE = 32                                   # coarse bins of a histogram, of FINE bins each
 FINE = NUM_BINS // COARSE
 MAX_WIDTH = 2**22                             # a warp's keys are counted in 16 bits
+MAX_TOP_K = 2**30                             # slots, and those that a cluster's threads reach behind them, are int32
 SHORTEST_PIECE, LONGEST_PIECE = 2048, 20480   # keys of a block, of rows as long as they can be
 CAPACITY = 4096                               # keys that are gathered in every block
 

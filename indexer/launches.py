@@ -128,7 +128,7 @@ class Plan:
         skip_up_to = 0 if with_scores or by_score else min(call.top_k, width)
         rank_width = selection.next_power_of_two(max(1, min(call.top_k, width))) if by_score else 0
         cluster_blocks = num_held = num_pieces = select_shared_bytes = 0
-        if max_clusters and num_chunks == 1:
+        if max_clusters and num_chunks == 1 and call.top_k <= cluster_selection.MAX_TOP_K:
             cluster_blocks = cluster_selection.blocks_per_row(num_rows, width, max_clusters)
         if cluster_blocks:
             num_held = cluster_selection.tiles_held(width, cluster_blocks, shared_bytes_limit)

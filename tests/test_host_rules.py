@@ -166,6 +166,14 @@ def test_a_plan_of_clusters():
     assert chunked.num_pieces == 1
 
 
+@pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")
+def test_slots_that_clusters_cannot_count_are_for_the_portable_selection():
+    """They are int32 there, and a cluster of 16 blocks goes 16,384 of them further at a time."""
+    for top_k, blocks in ((2**30, 16), (2**30 + 1, 0), (2**31 - 1, 0), (2**31, 0), (2**40, 0)):
+        plan = plan_of(new_tokens=[1], cached=[65_535], top_k=top_k, max_clusters=H200_CLUSTERS)
+        assert (plan.cluster_blocks, plan.num_pieces) == (blocks, 0), top_k
+
+
 def test_what_is_handed_over_is_allocated_for_shared_rows_only():
     assert plan_of().lists_shape == (1, 1)
     if not SIMULATED:
