@@ -10,7 +10,7 @@ import pytest
 from assertions import assert_same_bits
 from numba.cuda import types
 
-from indexer import device, sampled_selection, scoring, selection
+from indexer import device, launches, sampled_selection, scoring, selection
 from indexer.batches import make_batch
 from indexer.chunks import chunk_rows as device_chunk_rows
 from indexer.chunks import packed as device_packed
@@ -172,6 +172,21 @@ def test_slots_that_clusters_cannot_count_are_for_the_portable_selection():
     for top_k, blocks in ((2**30, 16), (2**30 + 1, 0), (2**31 - 1, 0), (2**31, 0), (2**40, 0)):
         plan = plan_of(new_tokens=[1], cached=[65_535], top_k=top_k, max_clusters=H200_CLUSTERS)
         assert (plan.cluster_blocks, plan.num_pieces) == (blocks, 0), top_k
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")
+def test_scores_alone_compile_no_selection(monkeypatch):
+    asked = []
+    monkeypatch.setattr(launches, "num_multiprocessors", lambda: 132)
+    monkeypatch.setattr(launches, "max_shared_bytes", lambda: 232_448)
+    monkeypatch.setattr(launches, "max_clusters", lambda kernel: asked.append(kernel) or H200_CLUSTERS)
+    batch = make_batch(np.random.default_rng(0), new_tokens=[1], cached=[65_535], num_heads=1, head_dim=16, page_size=64, top_k=8)
+    scores = check_call(*batch.arguments(), mask="causal", kpool=1, arithmetic="exact", scores_only=True)
+    assert Plan.here(scores, "exact", with_scores=True).cluster_blocks == 0
+    assert not asked
+    selected = check_call(*batch.arguments(), mask="causal", kpool=1, arithmetic="exact", top_k=8)
+    assert Plan.here(selected, "exact", with_scores=False).cluster_blocks == 16
+    assert len(asked) == 1
 
 
 def test_what_is_handed_over_is_allocated_for_shared_rows_only():

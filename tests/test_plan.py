@@ -1,5 +1,6 @@
 """Plans: the bits of the plain function, in a workspace of fixed size, eager and captured, within bounds and refused beyond."""
 import gc
+import itertools
 import threading
 import weakref
 from dataclasses import replace
@@ -55,8 +56,8 @@ def test_every_call_within_the_bounds_fits(num_tokens, budget, order):
                            order=order, scores_budget_bytes=budget)
         call = check_call(*batch.arguments(), mask="causal", kpool=1, arithmetic="auto", top_k=64, order=order,
                           scores_budget_bytes=budget)
-        for use_tma in (False, True):
-            plan = Plan.of(call, 132, 232_448, with_scores=False, use_tma=use_tma)
+        for use_tma, clusters in itertools.product((False, True), (None, {2: 66, 4: 30, 8: 15, 16: 7})):
+            plan = Plan.of(call, 132, 232_448, with_scores=False, use_tma=use_tma, max_clusters=clusters)
             for part, shape, itemsize in (("scores", plan.scores_shape, 4), ("maps", plan.maps_shape, 8),
                                           ("lists", plan.lists_shape, 4), ("zeros", plan.zeros_shape, 4),
                                           ("ranks", plan.ranks_shape, 8), ("packing", (2,), 4)):
