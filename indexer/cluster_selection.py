@@ -50,6 +50,7 @@ COARSE = 32                                   # coarse bins of a histogram, of F
 FINE = NUM_BINS // COARSE
 FINE_PITCH = FINE + 1                         # words from block to block: a bin of all of them lies in as many banks
 MAX_WIDTH = 2**22                             # a warp's keys are counted in 16 bits
+MAX_TOP_K = 2**30                             # slots, and those that a cluster's threads reach behind them, are int32
 SHORTEST_PIECE, LONGEST_PIECE = 2048, 20480   # keys of a block, of rows as long as they can be
 CAPACITY = 4096                               # keys that are gathered in every block
 

@@ -128,7 +128,7 @@ class Plan:
         skip_up_to = 0 if with_scores or by_score else min(call.top_k, width)
         rank_width = selection.next_power_of_two(max(1, min(call.top_k, width))) if by_score else 0
         cluster_blocks = num_held = num_pieces = select_shared_bytes = 0
-        if max_clusters and num_chunks == 1:
+        if max_clusters and num_chunks == 1 and call.top_k <= cluster_selection.MAX_TOP_K:
             cluster_blocks = cluster_selection.blocks_per_row(num_rows, width, max_clusters)
         if cluster_blocks:
             num_held = cluster_selection.tiles_held(width, cluster_blocks, shared_bytes_limit)
@@ -147,7 +147,8 @@ class Plan:
     def here(cls, call: Call, arithmetic: str, *, with_scores: bool, tokens_per_request: int | None = None) -> Plan:
         """`of` for the current device and an arithmetic that is resolved."""
         num_processors = num_multiprocessors()
-        few = not SIMULATED and call.num_tokens <= num_processors
+        # to ask how many clusters run compiles the kernel: not where only scores are wanted
+        few = not SIMULATED and call.top_k > 0 and call.num_tokens <= num_processors
         return cls.of(call, num_processors, max_shared_bytes(), with_scores=with_scores, tokens_per_request=tokens_per_request,
                       use_tma=arithmetic == "wgmma" and tma_tile.supports(call, call.q, call.keys, call.key_scales),
                       max_clusters=max_clusters(cluster_selection.SELECT_ROWS_OF_CLUSTERS) if few else None)

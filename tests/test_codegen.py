@@ -5,6 +5,7 @@ import re
 
 import pytest
 from codegen import assemble
+from h200 import SHARED_BYTES
 from numba import cuda
 from wgmma_kernel import WGMMA
 
@@ -21,9 +22,8 @@ KERNELS = {
     "pack_chunks": rows.PACK_CHUNKS,
     "fill_outside": rows.FILL_OUTSIDE,
 }
-H200_SHARED_BYTES = 232_448
 TMA_TILES = {
-    f"tma_scorer_{heads}_{depth}_{tokens}": tma_tile.tile_for(heads, depth, tokens, H200_SHARED_BYTES)
+    f"tma_scorer_{heads}_{depth}_{tokens}": tma_tile.tile_for(heads, depth, tokens, SHARED_BYTES)
     for heads, depth, tokens in ((64, 128, 1), (64, 128, 4), (32, 128, 8), (128, 64, 2), (8, 32, 16), (8, 128, 1), (16, 128, 1),
                                  (32, 64, 2))
 }
@@ -133,7 +133,7 @@ def test_the_hopper_scorer(name):
     assert int(re.search(r"Used (\d+) registers", report)[1]) * tma_tile.THREADS <= 65536
     moved = 128 * tma_tile.PRODUCER_REGISTERS + 32 * tma_tile.MATH_WARPS * tma_tile.MATH_REGISTERS
     assert moved <= 168 * tma_tile.THREADS                           # no more than all have at the start
-    assert tile.shared_bytes <= H200_SHARED_BYTES
+    assert tile.shared_bytes <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("name", ["select_found_rows", "select_rows_of_clusters"])

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 import test_sanitizer
 from assertions import assert_same_bits
+from h200 import CLUSTERS, SHARED_BYTES
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import seeded_batches
@@ -88,7 +89,7 @@ def test_the_draws_reach_every_path_of_a_hopper_gpu():
             continue
         arithmetic = "wgmma" if batch.fp8_dtype == "float8_e4m3fn" and way.arithmetic == "auto" else "exact"
         call = check_call(*batch.arguments(), **batch.options, arithmetic=arithmetic)
-        plan = Plan.of(call, 132, 232_448, with_scores=way.with_scores, max_clusters=H200_CLUSTERS,
+        plan = Plan.of(call, 132, SHARED_BYTES, with_scores=way.with_scores, max_clusters=CLUSTERS,
                        use_tma=arithmetic == "wgmma" and supports(call, call.q, call.keys, call.key_scales))
         scorers.add(("tma" if plan.tma else arithmetic, way.planned))
         name = "clusters" if plan.cluster_blocks else "sampled" if plan.num_pieces else "portable"
@@ -112,8 +113,8 @@ def test_the_calls_for_the_sanitizer_reach_every_selection():
         batch = make_batch(np.random.default_rng(0), **options)
         arithmetic = "wgmma" if batch.fp8_dtype == "float8_e4m3fn" else "exact"
         call = check_call(*batch.arguments(), **batch.options, arithmetic=arithmetic)
-        plan = Plan.of(call, 132, 232_448, with_scores=False,
-                       max_clusters={} if name.startswith(test_sanitizer.WITHOUT_CLUSTERS) else H200_CLUSTERS,
+        plan = Plan.of(call, 132, SHARED_BYTES, with_scores=False,
+                       max_clusters={} if name.startswith(test_sanitizer.WITHOUT_CLUSTERS) else CLUSTERS,
                        use_tma=arithmetic == "wgmma" and supports(call, call.q, call.keys, call.key_scales))
         selection = ("clusters" if plan.cluster_blocks else "portable" if not plan.num_pieces
                      else "shared" if plan.num_pieces > 1 else "sampled")

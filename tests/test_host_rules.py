@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from assertions import assert_same_bits
+from h200 import CLUSTERS, SHARED_BYTES
 from numba.cuda import types
 
-from indexer import device, sampled_selection, scoring, selection
+from indexer import device, launches, sampled_selection, scoring, selection
 from indexer.batches import make_batch
 from indexer.chunks import chunk_rows as device_chunk_rows
 from indexer.chunks import packed as device_packed
@@ -22,7 +23,7 @@ decode, chunk_rows, packed = (function.fn if SIMULATED else function.py_func
                               for function in (scoring.decode, device_chunk_rows, device_packed))
 
 
-def plan_of(num_multiprocessors=132, shared_bytes_limit=232_448, with_scores=False, max_clusters=None, **options):
+def plan_of(num_multiprocessors=132, shared_bytes_limit=SHARED_BYTES, with_scores=False, max_clusters=None, **options):
     options = {"new_tokens": [8], "cached": [992], "num_heads": 64, "head_dim": 32, "page_size": 64, "top_k": 100, **options}
     batch = make_batch(np.random.default_rng(0), **options)
     call = check_call(*batch.arguments(), mask=batch.mask, kpool=batch.kpool, arithmetic="exact", top_k=batch.top_k,
@@ -116,8 +117,8 @@ def test_selection_takes_the_kernel_that_fits():
     assert sampled_selection.shared_bytes(33) == 73_888 + 128
     assert sampled_selection.shared_bytes(131_072) == sampled_selection.shared_bytes(2**21) == 73_888 + 16_384
     assert sampled_selection.WINDOW % sampled_selection.CAPACITY == 0
-    assert sampled_selection.supports(2**22 - 1, 2048, 232_448)
-    assert not sampled_selection.supports(2**22, 2048, 232_448)                    # a place has 22 bits
+    assert sampled_selection.supports(2**22 - 1, 2048, SHARED_BYTES)
+    assert not sampled_selection.supports(2**22, 2048, SHARED_BYTES)                    # a place has 22 bits
 
 
 @pytest.mark.parametrize(("rows", "width", "pieces"), [
@@ -137,7 +138,7 @@ def test_few_rows_are_shared_among_blocks(rows, width, pieces):
     (15, 1_000_000, 8), (1, 2**22, 16), (1, 2**22 + 1, 0)])             # but for eight blocks and more
 def test_few_rows_are_selected_by_clusters(rows, width, blocks):
     from indexer import cluster_selection
-    assert cluster_selection.blocks_per_row(rows, width, H200_CLUSTERS) == blocks
+    assert cluster_selection.blocks_per_row(rows, width, CLUSTERS) == blocks
     assert cluster_selection.blocks_per_row(rows, width, {}) == 0
 
 
@@ -149,20 +150,43 @@ def test_shared_memory_of_a_cluster_s_blocks():
     front = histograms + counts + coarse + sent + found + lists
     assert cluster_selection.shared_bytes(0) == 4 * ((front + 1) // 2 * 2 + barriers)
     assert cluster_selection.shared_bytes(10) == cluster_selection.shared_bytes(0) + 10 * 264 * 4
-    assert cluster_selection.tiles_held(131_072, 16, 232_448) == 32
-    assert cluster_selection.tiles_held(131_073, 16, 232_448) == 33
-    most = cluster_selection.tiles_held(2**22, 16, 232_448)
-    assert cluster_selection.shared_bytes(most) <= 232_448 < cluster_selection.shared_bytes(most + 1)
+    assert cluster_selection.tiles_held(131_072, 16, SHARED_BYTES) == 32
+    assert cluster_selection.tiles_held(131_073, 16, SHARED_BYTES) == 33
+    most = cluster_selection.tiles_held(2**22, 16, SHARED_BYTES)
+    assert cluster_selection.shared_bytes(most) <= SHARED_BYTES < cluster_selection.shared_bytes(most + 1)
 
 
 @pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")
 def test_a_plan_of_clusters():
-    plan = plan_of(new_tokens=[1] * 8, cached=[65_535] * 8, max_clusters=H200_CLUSTERS)
+    plan = plan_of(new_tokens=[1] * 8, cached=[65_535] * 8, max_clusters=CLUSTERS)
     assert (plan.cluster_blocks, plan.num_held, plan.num_pieces, plan.lists_shape) == (8, 32, 0, (1, 1))
-    assert plan.select_shared_bytes < 232_448
-    chunked = plan_of(new_tokens=[1] * 8, cached=[65_535] * 8, max_clusters=H200_CLUSTERS, scores_budget_bytes=2**20)
+    assert plan.select_shared_bytes < SHARED_BYTES
+    chunked = plan_of(new_tokens=[1] * 8, cached=[65_535] * 8, max_clusters=CLUSTERS, scores_budget_bytes=2**20)
     assert chunked.cluster_blocks == 0                                  # a cluster's row is that token
     assert chunked.num_pieces == 1
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")
+def test_slots_that_clusters_cannot_count_are_for_the_portable_selection():
+    """They are int32 there, and a cluster of 16 blocks goes 16,384 of them further at a time."""
+    for top_k, blocks in ((2**30, 16), (2**30 + 1, 0), (2**31 - 1, 0), (2**31, 0), (2**40, 0)):
+        plan = plan_of(new_tokens=[1], cached=[65_535], top_k=top_k, max_clusters=CLUSTERS)
+        assert (plan.cluster_blocks, plan.num_pieces) == (blocks, 0), top_k
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")
+def test_scores_alone_compile_no_selection(monkeypatch):
+    asked = []
+    monkeypatch.setattr(launches, "num_multiprocessors", lambda: 132)
+    monkeypatch.setattr(launches, "max_shared_bytes", lambda: SHARED_BYTES)
+    monkeypatch.setattr(launches, "max_clusters", lambda kernel: asked.append(kernel) or CLUSTERS)
+    batch = make_batch(np.random.default_rng(0), new_tokens=[1], cached=[65_535], num_heads=1, head_dim=16, page_size=64, top_k=8)
+    scores = check_call(*batch.arguments(), mask="causal", kpool=1, arithmetic="exact", scores_only=True)
+    assert Plan.here(scores, "exact", with_scores=True).cluster_blocks == 0
+    assert not asked
+    selected = check_call(*batch.arguments(), mask="causal", kpool=1, arithmetic="exact", top_k=8)
+    assert Plan.here(selected, "exact", with_scores=False).cluster_blocks == 16
+    assert len(asked) == 1
 
 
 def test_what_is_handed_over_is_allocated_for_shared_rows_only():

@@ -1,5 +1,6 @@
 """Plans: the bits of the plain function, in a workspace of fixed size, eager and captured, within bounds and refused beyond."""
 import gc
+import itertools
 import threading
 import weakref
 from dataclasses import replace
@@ -9,6 +10,7 @@ import oracle
 import pytest
 from arrays import to_cupy, to_host, to_torch
 from assertions import assert_same_bits
+from h200 import CLUSTERS, SHARED_BYTES
 from numba import cuda
 from test_gpu import planted, small
 
@@ -55,8 +57,8 @@ def test_every_call_within_the_bounds_fits(num_tokens, budget, order):
                            order=order, scores_budget_bytes=budget)
         call = check_call(*batch.arguments(), mask="causal", kpool=1, arithmetic="auto", top_k=64, order=order,
                           scores_budget_bytes=budget)
-        for use_tma in (False, True):
-            plan = Plan.of(call, 132, 232_448, with_scores=False, use_tma=use_tma)
+        for use_tma, clusters in itertools.product((False, True), (None, CLUSTERS)):
+            plan = Plan.of(call, 132, SHARED_BYTES, with_scores=False, use_tma=use_tma, max_clusters=clusters)
             for part, shape, itemsize in (("scores", plan.scores_shape, 4), ("maps", plan.maps_shape, 8),
                                           ("lists", plan.lists_shape, 4), ("zeros", plan.zeros_shape, 4),
                                           ("ranks", plan.ranks_shape, 8), ("packing", (2,), 4)):
@@ -68,12 +70,12 @@ def test_what_one_finds_by_oneself():
     batch = make_batch(np.random.default_rng(0), new_tokens=[3], cached=[5000], num_heads=64, head_dim=128, top_k=64)
     call = check_call(*batch.arguments(), mask="causal", kpool=1, arithmetic="auto", top_k=64)
     ordered = check_call(*batch.arguments(), mask="causal", kpool=1, arithmetic="auto", top_k=64, order="score")
-    assert Plan.of(call, 132, 232_448, with_scores=False, use_tma=True).finds_rows
-    assert not Plan.of(call, 132, 232_448, with_scores=False, use_tma=False).finds_rows
+    assert Plan.of(call, 132, SHARED_BYTES, with_scores=False, use_tma=True).finds_rows
+    assert not Plan.of(call, 132, SHARED_BYTES, with_scores=False, use_tma=False).finds_rows
     assert not Plan.of(call, 132, 64 * 1024, with_scores=False, use_tma=False).finds_rows
-    assert not Plan.of(ordered, 132, 232_448, with_scores=False, use_tma=True).finds_rows
-    fixed = Plan.of(call, 132, 232_448, with_scores=False, use_tma=True, tokens_per_request=1)
-    assert fixed.tma == tma_tile.tile_for(64, 128, 1, 232_448)
+    assert not Plan.of(ordered, 132, SHARED_BYTES, with_scores=False, use_tma=True).finds_rows
+    fixed = Plan.of(call, 132, SHARED_BYTES, with_scores=False, use_tma=True, tokens_per_request=1)
+    assert fixed.tma == tma_tile.tile_for(64, 128, 1, SHARED_BYTES)
 
 
 # ------------------------------------------------------------------------------------------------------------------ calls

@@ -3,6 +3,7 @@ import itertools
 
 import numpy as np
 import pytest
+from h200 import SHARED_BYTES
 
 from indexer.device import SIMULATED
 
@@ -18,11 +19,10 @@ from indexer.batches import make_batch
 from indexer.problem import check_call
 from indexer.tma_tile import TmaTile, tile_for
 
-H200_SHARED_BYTES = 232_448
 arrivals_of, after, page_of, next_page, copied_bytes, swizzled = map(plain, (
     tma_scoring.arrivals_of, tma_scoring.after, tma_scoring.page_of, tma_scoring.next_page, tma_scoring.copied_bytes,
     wgmma_scoring.swizzled))
-TILES = [tile_for(heads, depth, tokens, H200_SHARED_BYTES) for heads in (1, 8, 12, 32, 64, 128) for depth in (32, 128)
+TILES = [tile_for(heads, depth, tokens, SHARED_BYTES) for heads in (1, 8, 12, 32, 64, 128) for depth in (32, 128)
          for tokens in (1, 2, 3, 9, 5000)]
 
 
@@ -36,7 +36,7 @@ TILES = [tile_for(heads, depth, tokens, H200_SHARED_BYTES) for heads in (1, 8, 1
     (3, 20, 9, TmaTile(8, 16, 2, 4, 9)),
 ])
 def test_the_tile_for_a_call(num_heads, head_dim, tokens, expected):
-    assert tile_for(num_heads, head_dim, tokens, H200_SHARED_BYTES) == expected
+    assert tile_for(num_heads, head_dim, tokens, SHARED_BYTES) == expected
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
@@ -58,7 +58,7 @@ def test_shared_memory_regions_follow_each_other(tile):
         assert start + size == after
     assert (tile.weights_offset, tile.item_bytes) == (tile.weights_offset // 8 * 8, tile.item_bytes // 8 * 8)
     assert tile.scratch_offset - tile.q_full == 8 * tile.num_barriers
-    assert 1024 + tile.start_offset + 8 == tile.shared_bytes <= H200_SHARED_BYTES
+    assert 1024 + tile.start_offset + 8 == tile.shared_bytes <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
