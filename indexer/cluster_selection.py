@@ -48,7 +48,6 @@ NUM_BINS = 1 << DIGIT_BITS
 NUM_DIGITS = 3
 COARSE = 32                                   # coarse bins of a histogram, of FINE bins each
 FINE = NUM_BINS // COARSE
-FINE_PITCH = FINE + 1                         # words from block to block: a bin of all of them lies in as many banks
 MAX_WIDTH = 2**22                             # a warp's keys are counted in 16 bits
 MAX_TOP_K = 2**30                             # slots, and those that a cluster's threads reach behind them, are int32
 SHORTEST_PIECE, LONGEST_PIECE = 2048, 20480   # keys of a block, of rows as long as they can be
@@ -65,7 +64,7 @@ NUM_ZEROED = GATHERED + 1
 OWN_COARSE = NUM_ZEROED
 COARSE_ROWS = OWN_COARSE + COARSE
 FINE_ROWS = COARSE_ROWS + MAX_BLOCKS * COARSE
-BLOCK_COUNTS = FINE_ROWS + MAX_BLOCKS * FINE_PITCH
+BLOCK_COUNTS = FINE_ROWS + MAX_BLOCKS * FINE
 BIN, ABOVE, IN_BIN = range(BLOCK_COUNTS + 2 * MAX_BLOCKS, BLOCK_COUNTS + 2 * MAX_BLOCKS + 3)
 LIST = IN_BIN + 1
 OWNERS = LIST + CAPACITY
@@ -77,7 +76,7 @@ KEYS = BARRIERS + 2 * NUM_BARRIERS
 
 
 def blocks_per_row(num_rows: int, width: int, max_clusters: Mapping[int, int]) -> int:
-    """Blocks of the cluster that takes a row, 1 for none, or 0 where rows are too many, or their pieces too long, to be faster.
+    """Blocks of the cluster that takes a row, or 0 where rows are too many, or their pieces too long, for clusters to be faster.
 
     Parameters
     ----------
@@ -150,7 +149,7 @@ def choose_bin(shared, base, digit, missing, alone, block, num_blocks, tid, warp
         below = int32(shared[histogram + first + top - uint32(1)])
         if not alone:
             barrier = uint32(barrier + uint32(8))
-            to = address_of(base, 4 * FINE_ROWS, 4, uint32(block * uint32(FINE_PITCH) + top))
+            to = address_of(base, 4 * FINE_ROWS, 4, uint32(block * uint32(FINE) + top))
             other = uint32(0)
             while other < num_blocks:
                 store_cluster_u32(to, other, uint32(mine), barrier)
@@ -160,7 +159,7 @@ def choose_bin(shared, base, digit, missing, alone, block, num_blocks, tid, warp
             mine = below = int32(0)
             other = uint32(0)
             while other < num_blocks:
-                row = at(FINE_ROWS, other * uint32(FINE_PITCH) + top)
+                row = at(FINE_ROWS, other * uint32(FINE) + top)
                 mine = int32(mine + int32(shared[row]))
                 below = int32(below + int32(shared[row - uint32(1)]))
                 other = uint32(other + uint32(1))
@@ -243,23 +242,23 @@ def gather(key, shared, base, source, candidates, first_tile, warp_tile, warp_en
     Returns (the first place of this block's own, how many they are). Counts each warp's keys above them on the way.
     """
     count = int32(0)
-    if num_blocks == uint32(1):
-        count = inside if lane == int32(0) else int32(0)
-    elif lane < int32(num_blocks):
-        count = int32(shared[at(FINE_ROWS, uint32(lane * int32(FINE_PITCH)) + (chosen & uint32(FINE - 1)))])
+    if lane < int32(num_blocks):
+        count = int32(shared[at(FINE_ROWS, uint32(lane * int32(FINE)) + (chosen & uint32(FINE - 1)))])
     list_own = cuda.shfl_sync(0xFFFFFFFF, count, block)
     list_first = warp_sum(count if lane < int32(block) else int32(0))
     if tid == uint32(0):
         mbarrier_arrive_expect_bytes(uint32(base + uint32(4 * LIST_BARRIER)), uint32(4) * uint32(inside - list_own))
-    num_above, high = int32(0), uint32(low + span)
+    num_above = int32(0)
     tile = warp_tile
     while tile < warp_end:
         read_tile(key, shared, source, tile, first_tile, num_held, candidates, lane, False)
         mine = int32(0)
         for j in range(ITEMS):
-            is_above = int32(key[j] > high)
-            num_above = int32(num_above + is_above)
-            mine = int32(mine + int32(key[j] >= low) - is_above)
+            if key[j] >= low:
+                if key[j] - low <= span:
+                    mine = int32(mine + int32(1))
+                else:
+                    num_above = int32(num_above + int32(1))
         running = warp_running_sum(mine, lane)
         to = int32(0)
         if lane == int32(31):
@@ -301,11 +300,10 @@ def counts_before(shared, base, block, num_blocks, lane, warp):
         equal = cuda.shfl_sync(0xFFFFFFFF, equal, 31)
         other = int32(lane & int32(MAX_BLOCKS - 1))
         barrier = uint32(base + uint32(4 * COUNTS_BARRIER))
-        if num_blocks > uint32(1) and other < int32(num_blocks):
+        if other < int32(num_blocks):
             store_cluster_u32(address_of(base, 4 * BLOCK_COUNTS, 4, uint32(uint32(lane - other) + block)), uint32(other),
                               uint32(above if lane == other else equal), barrier)
-        if num_blocks > uint32(1):
-            mbarrier_wait(barrier, uint32(0))
+        mbarrier_wait(barrier, uint32(0))
         theirs = int32(0)
         if other < int32(block):
             theirs = int32(shared[at(BLOCK_COUNTS, lane)])
@@ -383,8 +381,7 @@ def _select_rows_of_clusters(bits, row_candidates, offsets, lengths, causal, kpo
     alone = False
     while True:
         cuda.syncthreads()
-        chosen, above, inside = choose_bin(shared, base, digit, missing, alone or num_blocks == uint32(1), block, num_blocks,
-                                           tid, warp)
+        chosen, above, inside = choose_bin(shared, base, digit, missing, alone, block, num_blocks, tid, warp)
         low = uint32(low + (chosen << shift))
         missing = int32(missing - above)
         if missing == inside or shift == uint32(0):

@@ -148,7 +148,7 @@ class Plan:
         """`of` for the current device and an arithmetic that is resolved."""
         num_processors = num_multiprocessors()
         # to ask how many clusters run compiles the kernel: not where only scores are wanted
-        few = not SIMULATED and call.top_k > 0 and call.num_tokens <= num_processors
+        few = not SIMULATED and call.top_k > 0 and call.num_tokens <= num_processors // 2
         return cls.of(call, num_processors, max_shared_bytes(), with_scores=with_scores, tokens_per_request=tokens_per_request,
                       use_tma=arithmetic == "wgmma" and tma_tile.supports(call, call.q, call.keys, call.key_scales),
                       max_clusters=max_clusters(cluster_selection.SELECT_ROWS_OF_CLUSTERS) if few else None)

@@ -539,8 +539,6 @@ def _select_rows_sampled(bits, row_candidates, chunk, packing, out, out_scores, 
         candidates = min(row_candidates[token], int32(pitch))
         select_piece(bits[int64(row) * pitch:(int64(row) + 1) * pitch], row, out, out_scores, token, with_scores, candidates, piece,
                      num_pieces, lists, row_state)
-        if packing.shape[0] == 0:             # there is a block for every place
-            break
         cuda.syncthreads()
         place = int32(place + int32(cuda.gridDim.x))
 
@@ -558,8 +556,6 @@ def _select_found_rows(bits, offsets, lengths, causal, kpool, chunk, packing, ou
         candidates = find_candidates(offsets, lengths, token, causal, kpool, pitch)
         select_piece(bits[int64(row) * pitch:(int64(row) + 1) * pitch], row, out, out_scores, token, with_scores, candidates, piece,
                      num_pieces, lists, row_state)
-        if packing.shape[0] == 0:             # there is a block for every place
-            break
         cuda.syncthreads()
         place = int32(place + int32(cuda.gridDim.x))
 
