@@ -676,14 +676,19 @@ def driver_version() -> str:
         return "not available"
 
 
-def write_json(path: str, contents: dict[str, Any]) -> bool:
-    """Writes a report; False, with the reason on stderr, if that fails."""
+def is_written(path: str, write: Callable[[str], Any]) -> bool:
+    """Calls `write` with the path; False, with the reason on stderr, if that fails."""
     try:
-        Path(path).write_text(json.dumps(contents, indent=2) + "\n")
+        write(path)
     except OSError as error:
         print(f"{path} could not be written: {error.strerror}", file=sys.stderr)
         return False
     return True
+
+
+def write_json(path: str, contents: dict[str, Any]) -> bool:
+    """Writes a report; whether that went well."""
+    return is_written(path, lambda path: Path(path).write_text(json.dumps(contents, indent=2) + "\n"))
 
 
 def run(options: argparse.Namespace, environment: dict[str, Any]) -> int:
@@ -726,6 +731,7 @@ def run(options: argparse.Namespace, environment: dict[str, Any]) -> int:
         show("")
         print(format_line(result_cells(results[-1], roofs)), flush=True)
     print("\n".join(["", *missing_lines(results)]))
+    written = [write_json(options.json, as_json(results, roofs, environment))] if options.json else []
     if options.plot:
-        chart(results, environment["device"]).savefig(options.plot)
-    return 0 if not options.json or write_json(options.json, as_json(results, roofs, environment)) else 2
+        written.append(is_written(options.plot, chart(results, environment["device"]).savefig))
+    return 0 if all(written) else 2

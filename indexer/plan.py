@@ -102,6 +102,8 @@ class IndexerPlan:
 
     The first call with given addresses, shapes and strides checks its arguments and packs its launches; the plan remembers the last
     `MAX_PREPARED`. Kernels are compiled at the first call of their kind, so call once before capturing.
+
+    Making a plan waits for the device, which CUDA forbids while any of its streams is being captured.
     """
 
     def __init__(self, *, max_tokens: int, max_requests: int, max_candidates: int, top_k: int, mask: str = "causal", kpool: int = 1,

@@ -271,6 +271,20 @@ def test_a_report_of_bench_that_cannot_be_written_in_the_end_is_no_mismatch(caps
     assert text.err.splitlines()[-1] == "/dev/full could not be written: No space left on device"
 
 
+@pytest.mark.usefixtures("planted")
+def test_a_chart_that_cannot_be_written_costs_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                        capsys: pytest.CaptureFixture[str]):
+    class Full:
+        def savefig(self, path: str) -> None:
+            raise OSError(28, "No space left on device", path)
+
+    monkeypatch.setattr(bench, "chart", lambda *_: Full())
+    chart, report = tmp_path / "bench.png", tmp_path / "bench.json"
+    assert cli.main(["bench", "--filter", "64K", "--plot", str(chart), "--json", str(report)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"{chart} could not be written: No space left on device"
+    assert json.loads(report.read_text())["shapes"]
+
+
 def test_bench_draws_the_chart(planted: dict[str, Any], tmp_path: Path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "bench.png"

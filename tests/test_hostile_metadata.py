@@ -8,6 +8,7 @@ import oracle
 import pytest
 from assertions import assert_same_bits
 
+from indexer import launches
 from indexer.batches import make_batch
 from indexer.device import SIMULATED
 from indexer.fuzz import FILLERS, Way, call
@@ -25,6 +26,13 @@ if SIMULATED:
     DIMENSIONS = {"tiny": {"num_heads": 3, "head_dim": 4, "page_size": 4}}
 COMBINATIONS = list(itertools.product(DIMENSIONS, LENGTHS, ("index", "score"), (False,) if SIMULATED else (False, True)))
 SEEDS = pytest.mark.parametrize("seed", range(len(COMBINATIONS)))
+
+
+@pytest.fixture(autouse=True)
+def half_of_them_without_clusters(request, monkeypatch):
+    """Few rows are selected by clusters on some cards, by blocks that hand over on others: either with either order and plan."""
+    if hasattr(request.node, "callspec") and request.node.callspec.params["seed"] % 4 in (1, 2):
+        monkeypatch.setattr(launches, "max_clusters", lambda _: {})
 
 
 def drawn(seed):
