@@ -12,7 +12,7 @@ from .device import SIMULATED, Kernel
 from .selection import MINUS_INF_BITS
 
 THREADS = 8 if SIMULATED else 128
-LENGTHS_SIGNATURE = (                         # what `find_candidates` takes of the requests
+LENGTHS_SIGNATURE = (                         # what kernels take of the requests
     types.Array(types.int32, 1, "A"),         # offsets [B + 1]
     types.Array(types.int32, 1, "A"),         # lengths [B]
     types.int32, types.int64, types.int64,    # causal, kpool, width
@@ -90,13 +90,11 @@ def _fill_outside(bits, row_candidates, everywhere):
 
 LOCATE_ROWS = Kernel(
     _locate_rows,
-    (types.Array(types.int32, 1, "A"), types.Array(types.int32, 1, "A"), types.int32, types.int64, types.int64,
-     types.Array(types.int32, 1, "C"), types.Array(types.int32, 1, "C")),
+    (*LENGTHS_SIGNATURE, types.Array(types.int32, 1, "C"), types.Array(types.int32, 1, "C")),
     THREADS)
 PACK_CHUNKS = Kernel(
     _pack_chunks,
-    (types.Array(types.int32, 1, "A"), types.Array(types.int32, 1, "A"), types.int32, types.int64, types.int64, types.int64,
-     types.int64, PACKING),
+    (*LENGTHS_SIGNATURE, types.int64, types.int64, PACKING),         # num_scores, num_rows
     THREADS)
 FILL_OUTSIDE = Kernel(_fill_outside, (types.Array(types.uint32, 2, "C"), types.Array(types.int32, 1, "C"), types.int32),
                       THREADS)
