@@ -80,8 +80,6 @@ class Plan:
         Blocks that share a row in the sampled selection; 0 for the others.
     rank_width : int
         Entries per row that are sorted; 0 for order "index".
-    select_shared_bytes : int
-        Dynamic shared memory of a block of the selection.
     """
 
     num_multiprocessors: int
@@ -98,7 +96,6 @@ class Plan:
     num_held: int
     num_pieces: int
     rank_width: int
-    select_shared_bytes: int
 
     @classmethod
     def of(cls, call: Call, num_multiprocessors: int, shared_bytes_limit: int, *, with_scores: bool, use_tma: bool = False,
@@ -127,21 +124,19 @@ class Plan:
         by_score = call.order == "score"
         skip_up_to = 0 if with_scores or by_score else min(call.top_k, width)
         rank_width = selection.next_power_of_two(max(1, min(call.top_k, width))) if by_score else 0
-        cluster_blocks = num_held = num_pieces = select_shared_bytes = 0
+        cluster_blocks = num_held = num_pieces = 0
         if max_clusters and num_chunks == 1 and call.top_k <= cluster_selection.MAX_TOP_K:
             cluster_blocks = cluster_selection.blocks_per_row(num_rows, width, max_clusters)
         if cluster_blocks:
             num_held = cluster_selection.tiles_held(width, cluster_blocks, shared_bytes_limit)
-            select_shared_bytes = cluster_selection.shared_bytes(num_held)
         elif sampled_selection.supports(width, call.top_k, shared_bytes_limit):
             num_pieces = 1 if is_packed else sampled_selection.pieces_per_row(num_rows, width, num_multiprocessors)
-            select_shared_bytes = sampled_selection.shared_bytes(width)
         tma = None
         if use_tma:
             tma = tma_tile.tile_for(call.num_heads, call.q.shape[2], tokens_per_request or -(-call.num_tokens // call.num_requests),
                                     shared_bytes_limit)
         return cls(num_multiprocessors, tile, tma, num_rows, num_chunks, is_packed, width, num_splits, skip_up_to, row_blocks,
-                   cluster_blocks, num_held, num_pieces, rank_width, select_shared_bytes)
+                   cluster_blocks, num_held, num_pieces, rank_width)
 
     @classmethod
     def here(cls, call: Call, arithmetic: str, *, with_scores: bool, tokens_per_request: int | None = None) -> Plan:
@@ -177,6 +172,13 @@ class Plan:
     def zeros_shape(self) -> tuple[int, int]:
         """Of what is zero before and after every kernel, int32: the Hopper scorer's counters, then the state of shared rows."""
         return (1 + (self.rows_per_chunk if self.num_pieces > 1 else 1), 2)
+
+    @property
+    def select_shared_bytes(self) -> int:
+        """Dynamic shared memory of a block of the selection."""
+        if self.cluster_blocks:
+            return cluster_selection.shared_bytes(self.num_held)
+        return sampled_selection.shared_bytes(self.width) if self.num_pieces else 0
 
     @property
     def finds_rows(self) -> bool:
