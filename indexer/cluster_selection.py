@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from numba import cuda, int32, int64, uint32
+from numba import cuda, int32, int64, uint32, uint64
 from numba.cuda import types
 
 from .device import Kernel
@@ -26,16 +26,19 @@ from .ptx import (
     cluster_size,
     cluster_wait,
     fence_mbarrier_init,
+    global_address,
+    load_words,
     mbarrier_arrive_expect_bytes,
     mbarrier_init,
     mbarrier_wait,
     shared_address,
+    sortable_bits,
     store_cluster_u32,
     warp_sum,
 )
 from .rows import LENGTHS_SIGNATURE, find_candidates
 from .sampled_selection import at, lowest_bit, warp_running_sum
-from .selection import MINUS_INF_BITS, SELECT_SIGNATURE, sortable
+from .selection import MINUS_INF_BITS, SELECT_SIGNATURE
 
 THREADS = 1024
 NUM_WARPS = THREADS // 32
@@ -48,9 +51,9 @@ NUM_BINS = 1 << DIGIT_BITS
 NUM_DIGITS = 3
 COARSE = 32                                   # coarse bins of a histogram, of FINE bins each
 FINE = NUM_BINS // COARSE
-MAX_WIDTH = 2**22                             # a warp's keys are counted in 16 bits
+FINE_PITCH = FINE + 1                         # words from block to block: a bin of all of them lies in as many banks
 MAX_TOP_K = 2**30                             # slots, and those that a cluster's threads reach behind them, are int32
-SHORTEST_PIECE, LONGEST_PIECE = 2048, 20480   # keys of a block, of rows as long as they can be
+SHORTEST_PIECE, LONGEST_PIECE = 2048, 2**20   # keys of a block, of rows as long as they can be; a warp's are counted in 16 bits
 CAPACITY = 4096                               # keys that are gathered in every block
 
 # Shared memory of a block, in 32-bit words. Zero at the start: a histogram per digit, the keys above and at the bound of each warp,
@@ -64,7 +67,7 @@ NUM_ZEROED = GATHERED + 1
 OWN_COARSE = NUM_ZEROED
 COARSE_ROWS = OWN_COARSE + COARSE
 FINE_ROWS = COARSE_ROWS + MAX_BLOCKS * COARSE
-BLOCK_COUNTS = FINE_ROWS + MAX_BLOCKS * FINE
+BLOCK_COUNTS = FINE_ROWS + MAX_BLOCKS * FINE_PITCH
 BIN, ABOVE, IN_BIN = range(BLOCK_COUNTS + 2 * MAX_BLOCKS, BLOCK_COUNTS + 2 * MAX_BLOCKS + 3)
 LIST = IN_BIN + 1
 OWNERS = LIST + CAPACITY
@@ -76,25 +79,33 @@ KEYS = BARRIERS + 2 * NUM_BARRIERS
 
 
 def blocks_per_row(num_rows: int, width: int, max_clusters: Mapping[int, int]) -> int:
-    """Blocks of the cluster that takes a row, or 0 where rows are too many, or their pieces too long, for clusters to be faster.
+    """Blocks of the cluster that takes a row, 1 for none, or 0 where rows are too many, too short or too long.
 
     Parameters
     ----------
     max_clusters : mapping
         How many clusters of so many blocks run at a time.
     """
-    if width > MAX_WIDTH:
-        return 0
     for blocks in sorted(max_clusters, reverse=True):
         if num_rows <= max_clusters[blocks] and width >= blocks * SHORTEST_PIECE:
-            return blocks if width <= blocks * LONGEST_PIECE or blocks >= 8 else 0
+            return blocks if width <= blocks * LONGEST_PIECE else 0
     return 0
+
+
+def longest_row(num_blocks: int, shared_bytes_limit: int) -> int:
+    """Candidates of the longest row for which a cluster of so many blocks is the fastest: of more than four, any they take."""
+    return num_blocks * (LONGEST_PIECE if num_blocks > 4 else TILE * most_tiles_held(shared_bytes_limit))
 
 
 def tiles_held(width: int, num_blocks: int, shared_bytes_limit: int) -> int:
     """Tiles that a block keeps in shared memory: its piece of a row of `width` candidates, or as much of it as fits."""
     num_tiles = -(-width // TILE)
-    return min(-(-num_tiles // num_blocks), (shared_bytes_limit - shared_bytes(0)) // (4 * TILE_WORDS))
+    return min(-(-num_tiles // num_blocks), most_tiles_held(shared_bytes_limit))
+
+
+def most_tiles_held(shared_bytes_limit: int) -> int:
+    """Tiles that fit in a block's shared memory."""
+    return (shared_bytes_limit - shared_bytes(0)) // (4 * TILE_WORDS)
 
 
 def shared_bytes(num_held: int) -> int:
@@ -149,7 +160,7 @@ def choose_bin(shared, base, digit, missing, alone, block, num_blocks, tid, warp
         below = int32(shared[histogram + first + top - uint32(1)])
         if not alone:
             barrier = uint32(barrier + uint32(8))
-            to = address_of(base, 4 * FINE_ROWS, 4, uint32(block * uint32(FINE) + top))
+            to = address_of(base, 4 * FINE_ROWS, 4, uint32(block * uint32(FINE_PITCH) + top))
             other = uint32(0)
             while other < num_blocks:
                 store_cluster_u32(to, other, uint32(mine), barrier)
@@ -159,7 +170,7 @@ def choose_bin(shared, base, digit, missing, alone, block, num_blocks, tid, warp
             mine = below = int32(0)
             other = uint32(0)
             while other < num_blocks:
-                row = at(FINE_ROWS, other * uint32(FINE) + top)
+                row = at(FINE_ROWS, other * uint32(FINE_PITCH) + top)
                 mine = int32(mine + int32(shared[row]))
                 below = int32(below + int32(shared[row - uint32(1)]))
                 other = uint32(other + uint32(1))
@@ -177,34 +188,34 @@ def choose_bin(shared, base, digit, missing, alone, block, num_blocks, tid, warp
     return shared[BIN], int32(shared[ABOVE]), int32(shared[IN_BIN])
 
 
+load_strided, load_in_order = load_words(ITEMS, 32), load_words(ITEMS, 1)
+
+
 @cuda.jit(device=True, inline="always")
-def load_bits(item, source, first, step, candidates):
-    """Scores first, first + step, ...; any at or behind the candidates."""
+def address_of_score(source_at, index):
+    """Of a row's scores."""
+    return uint64(source_at + uint64(4) * uint64(uint32(index)))
+
+
+@cuda.jit(device=True, inline="always")
+def sort_keys(key, item, rest, step):
+    """The keys of scores `step` apart; 0, the least, behind the `rest` that are left: there they are the last of their equals."""
     for j in range(ITEMS):
-        item[j] = source[uint32(min(int32(first + int32(step * j)), int32(candidates - int32(1))))]
+        key[j] = sortable_bits(item[j]) if rest > int32(step * j) else uint32(0)
 
 
 @cuda.jit(device=True, inline="always")
-def sort_keys(key, item, first, step, candidates):
-    """Their keys; 0, the least, at or behind the candidates: there they are the last of their equals."""
-    for j in range(ITEMS):
-        key[j] = sortable(item[j]) if first + int32(step * j) < candidates else uint32(0)
-
-
-@cuda.jit(device=True, inline="always")
-def read_tile(key, shared, source, tile, first_tile, num_held, candidates, lane, in_order):
+def read_tile(key, shared, source_at, tile, first_tile, num_held, candidates, lane, in_order):
     """A thread's keys of a tile, from shared memory where the block holds it: consecutive ones, if need be."""
     if tile - first_tile < num_held:
         for j in range(ITEMS):
             key[j] = shared[at(KEYS + j, (tile - first_tile) * int32(TILE_WORDS) + lane * int32(ITEMS) + (lane >> int32(2)))]
     elif in_order:
         first = int32(tile * int32(TILE) + lane * int32(ITEMS))
-        load_bits(key, source, first, 1, candidates)
-        sort_keys(key, key, first, 1, candidates)
+        sort_keys(key, load_in_order(address_of_score(source_at, first), int32(candidates - first)), int32(candidates - first), 1)
     else:
         first = int32(tile * int32(TILE) + lane)
-        load_bits(key, source, first, 32, candidates)
-        sort_keys(key, key, first, 32, candidates)
+        sort_keys(key, load_strided(address_of_score(source_at, first), int32(candidates - first)), int32(candidates - first), 32)
 
 
 @cuda.jit(device=True, inline="always")
@@ -235,30 +246,30 @@ def split(candidates, block, num_blocks, warp):
 
 
 @cuda.jit(device=True, inline="always")
-def gather(key, shared, base, source, candidates, first_tile, warp_tile, warp_end, num_held, low, span, chosen, inside, block,
+def gather(key, shared, base, source_at, candidates, first_tile, warp_tile, warp_end, num_held, low, span, chosen, inside, block,
            num_blocks, tid, lane, warp):
     """Puts the keys low ... low + span of all blocks, those `inside` the chosen bin, in every block's list.
 
     Returns (the first place of this block's own, how many they are). Counts each warp's keys above them on the way.
     """
     count = int32(0)
-    if lane < int32(num_blocks):
-        count = int32(shared[at(FINE_ROWS, uint32(lane * int32(FINE)) + (chosen & uint32(FINE - 1)))])
+    if num_blocks == uint32(1):
+        count = inside if lane == int32(0) else int32(0)
+    elif lane < int32(num_blocks):
+        count = int32(shared[at(FINE_ROWS, uint32(lane * int32(FINE_PITCH)) + (chosen & uint32(FINE - 1)))])
     list_own = cuda.shfl_sync(0xFFFFFFFF, count, block)
     list_first = warp_sum(count if lane < int32(block) else int32(0))
     if tid == uint32(0):
         mbarrier_arrive_expect_bytes(uint32(base + uint32(4 * LIST_BARRIER)), uint32(4) * uint32(inside - list_own))
-    num_above = int32(0)
+    num_above, high = int32(0), uint32(low + span)
     tile = warp_tile
     while tile < warp_end:
-        read_tile(key, shared, source, tile, first_tile, num_held, candidates, lane, False)
+        read_tile(key, shared, source_at, tile, first_tile, num_held, candidates, lane, False)
         mine = int32(0)
         for j in range(ITEMS):
-            if key[j] >= low:
-                if key[j] - low <= span:
-                    mine = int32(mine + int32(1))
-                else:
-                    num_above = int32(num_above + int32(1))
+            is_above = int32(key[j] > high)
+            num_above = int32(num_above + is_above)
+            mine = int32(mine + int32(key[j] >= low) - is_above)
         running = warp_running_sum(mine, lane)
         to = int32(0)
         if lane == int32(31):
@@ -300,10 +311,11 @@ def counts_before(shared, base, block, num_blocks, lane, warp):
         equal = cuda.shfl_sync(0xFFFFFFFF, equal, 31)
         other = int32(lane & int32(MAX_BLOCKS - 1))
         barrier = uint32(base + uint32(4 * COUNTS_BARRIER))
-        if other < int32(num_blocks):
+        if num_blocks > uint32(1) and other < int32(num_blocks):
             store_cluster_u32(address_of(base, 4 * BLOCK_COUNTS, 4, uint32(uint32(lane - other) + block)), uint32(other),
                               uint32(above if lane == other else equal), barrier)
-        mbarrier_wait(barrier, uint32(0))
+        if num_blocks > uint32(1):
+            mbarrier_wait(barrier, uint32(0))
         theirs = int32(0)
         if other < int32(block):
             theirs = int32(shared[at(BLOCK_COUNTS, lane)])
@@ -313,15 +325,16 @@ def counts_before(shared, base, block, num_blocks, lane, warp):
     return int32(shared[at(WARP_COUNTS, warp)]), int32(shared[at(WARP_COUNTS + 32, warp)])
 
 
-def _select_rows_of_clusters(bits, row_candidates, offsets, lengths, causal, kpool, width, out, out_scores, with_scores,
+def _select_rows_of_clusters(bits, row_candidates, offsets, lengths, causal, kpool, width, out, out_scores, with_scores, reach,
                              num_held):
     """out[token] = positions of the min(top_k, v) best scores of that row, ascending, then -1.
 
     A cluster per row, its blocks on consecutive pieces of it, the warps of a block on consecutive pieces of that. A block holds up
-    to `num_held` tiles in shared memory. Where no kernel has counted the rows' candidates before, `row_candidates` is empty.
+    to `num_held` tiles in shared memory. Rows of more than `reach` candidates are left to others. Where no kernel has counted the
+    rows' candidates before, `row_candidates` is empty.
     """
     shared = cuda.shared.array(0, uint32)
-    item, key = cuda.local.array(ITEMS, uint32), cuda.local.array(ITEMS, uint32)
+    key = cuda.local.array(ITEMS, uint32)
     base = shared_address(shared)
     tid = uint32(cuda.threadIdx.x)
     lane = int32(tid & uint32(31))
@@ -340,8 +353,11 @@ def _select_rows_of_clusters(bits, row_candidates, offsets, lengths, causal, kpo
         candidates = cuda.shfl_sync(0xFFFFFFFF, row_candidates[token], 0)
     else:
         candidates = find_candidates(offsets, lengths, int64(token), causal, kpool, width)
+    if candidates > reach:
+        return
     top_k = int32(out.shape[1])
     source = bits[token]
+    source_at = global_address(source)
 
     if candidates <= top_k:
         slot = int32(block * uint32(THREADS) + tid)
@@ -358,7 +374,7 @@ def _select_rows_of_clusters(bits, row_candidates, offsets, lengths, causal, kpo
 
     low, missing, digit, shift = uint32(0), top_k, int32(0), uint32(32 - DIGIT_BITS)
     first = int32(warp_tile * int32(TILE) + lane)
-    load_bits(item, source, first, 32, candidates)
+    item = load_strided(address_of_score(source_at, first), int32(candidates - first))
     i = tid
     while i < uint32(NUM_ZEROED):
         shared[i] = uint32(0)
@@ -366,10 +382,10 @@ def _select_rows_of_clusters(bits, row_candidates, offsets, lengths, causal, kpo
     cuda.syncthreads()
     tile = warp_tile
     while tile < warp_end:
-        sort_keys(key, item, first, 32, candidates)
+        sort_keys(key, item, int32(candidates - first), 32)
         first = int32(first + int32(TILE))
         if tile + int32(1) < warp_end:
-            load_bits(item, source, first, 32, candidates)
+            item = load_strided(address_of_score(source_at, first), int32(candidates - first))
         if tile - first_tile < num_held:
             for j in range(ITEMS):
                 shared[at(KEYS + 33 * j, (tile - first_tile) * int32(TILE_WORDS) + lane)] = key[j]
@@ -381,7 +397,8 @@ def _select_rows_of_clusters(bits, row_candidates, offsets, lengths, causal, kpo
     alone = False
     while True:
         cuda.syncthreads()
-        chosen, above, inside = choose_bin(shared, base, digit, missing, alone, block, num_blocks, tid, warp)
+        chosen, above, inside = choose_bin(shared, base, digit, missing, alone or num_blocks == uint32(1), block, num_blocks,
+                                           tid, warp)
         low = uint32(low + (chosen << shift))
         missing = int32(missing - above)
         if missing == inside or shift == uint32(0):
@@ -392,7 +409,7 @@ def _select_rows_of_clusters(bits, row_candidates, offsets, lengths, causal, kpo
         if not alone and inside <= int32(CAPACITY):
             alone = True
             list_length = inside
-            list_first, list_own = gather(key, shared, base, source, candidates, first_tile, warp_tile, warp_end, num_held, low,
+            list_first, list_own = gather(key, shared, base, source_at, candidates, first_tile, warp_tile, warp_end, num_held, low,
                                           span, chosen, inside, block, num_blocks, tid, lane, warp)
         histogram = uint32(HISTOGRAMS + NUM_BINS * digit)
         if alone:
@@ -405,7 +422,7 @@ def _select_rows_of_clusters(bits, row_candidates, offsets, lengths, causal, kpo
         else:
             tile = warp_tile
             while tile < warp_end:
-                read_tile(key, shared, source, tile, first_tile, num_held, candidates, lane, False)
+                read_tile(key, shared, source_at, tile, first_tile, num_held, candidates, lane, False)
                 for j in range(ITEMS):
                     offset = uint32(key[j] - low)
                     if offset <= span:
@@ -426,7 +443,7 @@ def _select_rows_of_clusters(bits, row_candidates, offsets, lengths, causal, kpo
         counts = int32(0)
         tile = warp_tile
         while tile < warp_end:
-            read_tile(key, shared, source, tile, first_tile, num_held, candidates, lane, False)
+            read_tile(key, shared, source_at, tile, first_tile, num_held, candidates, lane, False)
             above, equal = compare(key, low)
             counts = int32(counts + int32(cuda.popc(above)) + int32(int32(cuda.popc(equal)) << int32(16)))
             tile = int32(tile + int32(1))
@@ -438,7 +455,7 @@ def _select_rows_of_clusters(bits, row_candidates, offsets, lengths, causal, kpo
 
     tile = warp_tile
     while tile < warp_end:
-        read_tile(key, shared, source, tile, first_tile, num_held, candidates, lane, True)
+        read_tile(key, shared, source_at, tile, first_tile, num_held, candidates, lane, True)
         above, equal = compare(key, low)
         counts = int32(int32(cuda.popc(above)) + int32(int32(cuda.popc(equal)) << int32(16)))
         running = warp_running_sum(counts, lane)
@@ -468,5 +485,5 @@ def _select_rows_of_clusters(bits, row_candidates, offsets, lengths, causal, kpo
 
 SELECT_ROWS_OF_CLUSTERS = Kernel(
     _select_rows_of_clusters,
-    (types.Array(types.uint32, 2, "C"), SELECT_SIGNATURE[1], *LENGTHS_SIGNATURE, *SELECT_SIGNATURE[4:], types.int32),
+    (types.Array(types.uint32, 2, "C"), SELECT_SIGNATURE[1], *LENGTHS_SIGNATURE, *SELECT_SIGNATURE[4:], types.int32, types.int32),
     THREADS, blocks_per_multiprocessor=1)

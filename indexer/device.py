@@ -406,14 +406,15 @@ class Kernel:
 
 
 def max_clusters(kernel: Kernel) -> dict[int, int]:
-    """How many clusters of 2, 4, 8 and 16 blocks of a kernel run at a time on the current device; none but on Hopper."""
+    """How many clusters of 1, 2, 4, 8 and 16 blocks of a kernel, with all the shared memory there is, run at a time on the current
+    device; none but on Hopper."""
     return {} if not is_hopper() else _max_clusters(kernel, cuda.get_current_device().id)
 
 
 @functools.cache
 def _max_clusters(kernel: Kernel, ordinal: int) -> dict[int, int]:
     from cuda.bindings import driver
-    counts = {}
+    counts = {1: num_multiprocessors()}
     for blocks in (2, 4, 8, 16):
         launch = Launch(kernel, blocks, (), max_shared_bytes(), blocks)
         error, counts[blocks] = driver.cuOccupancyMaxActiveClusters(launch._function, launch._config)

@@ -73,11 +73,13 @@ class Plan:
     row_blocks : int
         Blocks of a kernel that takes whole rows: one for each; as many as run at a time where the lengths tell how many there are.
     cluster_blocks : int
-        Blocks of the cluster that selects a row; 0 for the other selections.
+        Blocks of the cluster that selects a row; 0 for none.
+    reach : int
+        Candidates of the longest rows that clusters select; -1 without them. Longer ones are for another selection.
     num_held : int
         Tiles of a row that a block of a cluster keeps.
     num_pieces : int
-        Blocks that share a row in the sampled selection; 0 for the others.
+        Blocks that share a row in the sampled selection; 0 without it.
     rank_width : int
         Entries per row that are sorted; 0 for order "index".
     """
@@ -93,6 +95,7 @@ class Plan:
     skip_up_to: int
     row_blocks: int
     cluster_blocks: int
+    reach: int
     num_held: int
     num_pieces: int
     rank_width: int
@@ -125,25 +128,29 @@ class Plan:
         skip_up_to = 0 if with_scores or by_score else min(call.top_k, width)
         rank_width = selection.next_power_of_two(max(1, min(call.top_k, width))) if by_score else 0
         cluster_blocks = num_held = num_pieces = 0
+        reach = -1
         if max_clusters and num_chunks == 1 and call.top_k <= cluster_selection.MAX_TOP_K:
             cluster_blocks = cluster_selection.blocks_per_row(num_rows, width, max_clusters)
+        is_sampled = sampled_selection.supports(width, call.top_k, shared_bytes_limit)
         if cluster_blocks:
-            num_held = cluster_selection.tiles_held(width, cluster_blocks, shared_bytes_limit)
-        elif sampled_selection.supports(width, call.top_k, shared_bytes_limit):
+            longest = cluster_selection.longest_row(cluster_blocks, shared_bytes_limit)
+            reach = min(width, longest) if is_sampled else width
+            num_held = cluster_selection.tiles_held(reach, cluster_blocks, shared_bytes_limit)
+        if is_sampled and reach < width:
             num_pieces = 1 if is_packed else sampled_selection.pieces_per_row(num_rows, width, num_multiprocessors)
         tma = None
         if use_tma:
             tma = tma_tile.tile_for(call.num_heads, call.q.shape[2], tokens_per_request or -(-call.num_tokens // call.num_requests),
                                     shared_bytes_limit)
         return cls(num_multiprocessors, tile, tma, num_rows, num_chunks, is_packed, width, num_splits, skip_up_to, row_blocks,
-                   cluster_blocks, num_held, num_pieces, rank_width)
+                   cluster_blocks, reach, num_held, num_pieces, rank_width)
 
     @classmethod
     def here(cls, call: Call, arithmetic: str, *, with_scores: bool, tokens_per_request: int | None = None) -> Plan:
         """`of` for the current device and an arithmetic that is resolved."""
         num_processors = num_multiprocessors()
         # to ask how many clusters run compiles the kernel: not where only scores are wanted
-        few = not SIMULATED and call.top_k > 0 and call.num_tokens <= num_processors // 2
+        few = not SIMULATED and call.top_k > 0 and call.num_tokens <= num_processors
         return cls.of(call, num_processors, max_shared_bytes(), with_scores=with_scores, tokens_per_request=tokens_per_request,
                       use_tma=arithmetic == "wgmma" and tma_tile.supports(call, call.q, call.keys, call.key_scales),
                       max_clusters=max_clusters(cluster_selection.SELECT_ROWS_OF_CLUSTERS) if few else None)
@@ -174,10 +181,13 @@ class Plan:
         return (1 + (self.rows_per_chunk if self.num_pieces > 1 else 1), 2)
 
     @property
+    def cluster_shared_bytes(self) -> int:
+        """Dynamic shared memory of a block of a cluster."""
+        return cluster_selection.shared_bytes(self.num_held)
+
+    @property
     def select_shared_bytes(self) -> int:
-        """Dynamic shared memory of a block of the selection."""
-        if self.cluster_blocks:
-            return cluster_selection.shared_bytes(self.num_held)
+        """Dynamic shared memory of a block of another selection."""
         return sampled_selection.shared_bytes(self.width) if self.num_pieces else 0
 
     @property
@@ -225,13 +235,14 @@ def select_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out:
     targets = (kernel_array(out), kernel_array(scratch((1, 1), "float32") if out_scores is None else out_scores, "uint32"),
                with_scores)
 
-    # the selection's kernel, and what it takes besides the scores and the rows of a chunk
+    # the kernel of a selection without clusters, and what it takes besides the scores and the rows of a chunk
     kernel, of_rows = selection.SELECT_ROWS, located[1:]
     pieces: tuple[Any, ...] = ()
     if zeros is not None and plan.num_pieces:
         kernel = sampled_selection.SELECT_FOUND_ROWS if plan.finds_rows else sampled_selection.SELECT_ROWS_SAMPLED
         of_rows = of_lengths if plan.finds_rows else of_rows
-        pieces = plan.num_pieces, kernel_array(scratch(plan.lists_shape, "int32"), "uint32"), zeros.rows(1, zeros.shape[0])
+        pieces = (plan.reach, plan.num_pieces, kernel_array(scratch(plan.lists_shape, "int32"), "uint32"),
+                  zeros.rows(1, zeros.shape[0]))
     if plan.rank_width:
         ranks = kernel_array(scratch(plan.ranks_shape, "uint64"), "uint64")
     score = _scorer(call, plan, arithmetic, scratch, located, counters, plan.skip_up_to) if call.width else None
@@ -242,9 +253,9 @@ def select_steps(call: Call, plan: Plan, arithmetic: str, scratch: Scratch, out:
         if plan.cluster_blocks:
             steps.append(Launch(cluster_selection.SELECT_ROWS_OF_CLUSTERS, plan.row_blocks * plan.cluster_blocks,
                                 (kernel_array(memory, "uint32"), located[1] if located else NOTHING, *of_lengths, call.width,
-                                 *targets, plan.num_held),
-                                plan.select_shared_bytes, plan.cluster_blocks))
-        else:
+                                 *targets, plan.reach, plan.num_held),
+                                plan.cluster_shared_bytes, plan.cluster_blocks))
+        if plan.reach < plan.width:
             steps.append(Launch(kernel, plan.row_blocks * max(1, plan.num_pieces),
                                 (bits, *of_rows, chunk, packing, *targets, *pieces), plan.select_shared_bytes))
         if plan.rank_width:
@@ -321,9 +332,9 @@ def _tma_scorer(call: Call, plan: Plan, tile: tma_tile.TmaTile, scratch: Scratch
     num_blocks, page_size, _ = call.keys.shape
     rows_per_copy = min(page_size, tile_schedule.BLOCK_KV)
     maps = tma_tile.tensor_map(call.q, (tile.block_q, tile.heads)), tma_tile.tensor_map(call.keys, (1, rows_per_copy))
-    table_start, table_end = call.table.extent
+    extents = [word for start, end in (call.table.extent, call.q.extent) for word in (start, end - start)]
     inputs = (counters, call.q_s, call.key_scales.address, call.key_scales.strides[0], call.offsets, call.lengths, call.table,
-              table_start, table_end - table_start)
+              *extents)
     dimensions = (num_blocks, rows_per_copy.bit_length() - 1, max(1, page_size // tile_schedule.BLOCK_KV),
                   int(call.causal), tile_schedule.divisor(call.kpool))
     bounds = tile_schedule.enough_visible(skip_up_to, call.kpool), tile_schedule.visible_limit(call.width, call.kpool)

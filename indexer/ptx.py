@@ -73,6 +73,14 @@ def shared_address(typingctx, array):
 
 
 @intrinsic
+def global_address(typingctx, array):
+    """Byte address of an array in global memory, uint64."""
+    def codegen(context, builder, signature, args):
+        return builder.ptrtoint(arrayobj.make_array(signature.args[0])(context, builder, args[0]).data, _I64)
+    return u64(array), codegen
+
+
+@intrinsic
 def at(typingctx, base, offset, stride, index):
     """Address of the `index`-th of things that are `stride` bytes apart, the first `offset` bytes behind `base`: uint32."""
     def codegen(context, builder, signature, args):
@@ -87,6 +95,28 @@ store_shared_u32 = instruction("st.shared.u32 [$0], $1;", void, u32, u32)
 store_shared_f32 = instruction("st.shared.f32 [$0], $1;", void, u32, f32)
 # orders this thread's ordinary shared stores before what the tensor cores and the copy engine read
 fence_shared_to_async = instruction("fence.proxy.async.shared::cta;", void)
+
+# ------------------------------------------------------------------------------------------------------------------- scores
+
+
+def load_words(count: int, step: int) -> Callable[..., Any]:
+    """Words of global memory `step` words apart, as far as there are any.
+
+    Returns
+    -------
+    intrinsic(address, rest)
+        `count` uint32: the j-th where ``rest > j step`` (int32), else 0. One instruction computes what eight address it by.
+    """
+    text = "".join(f"setp.gt.s32 p, ${count + 1}, {step * j}; mov.u32 ${j}, 0; @p ld.global.u32 ${j}, [${count}+{4 * step * j}]; "
+                   for j in range(count))
+    return instruction(f"{{ .reg .pred p; {text}}}", types.UniTuple(u32, count), u64, i32)
+
+
+# `selection.sortable`: adding zero makes one of both zeros
+sortable_bits = instruction(
+    "{ .reg .f32 x; .reg .b32 bits, sign; .reg .pred nan; mov.b32 x, $1; add.rn.f32 x, x, 0f00000000; setp.nan.f32 nan, x, x; "
+    "mov.b32 bits, x; shr.s32 sign, bits, 31; or.b32 sign, sign, 0x80000000; xor.b32 $0, bits, sign; @nan mov.u32 $0, 0; }",
+    u32, u32, memory=False)
 
 # ------------------------------------------------------------------------------------------------------------------ clusters
 

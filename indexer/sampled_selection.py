@@ -523,11 +523,12 @@ def select_piece(source, row, out, out_scores, token, with_scores, candidates, p
         slot = int32(slot + STEP)
 
 
-def _select_rows_sampled(bits, row_candidates, chunk, packing, out, out_scores, with_scores, num_pieces, lists, row_state):
+def _select_rows_sampled(bits, row_candidates, chunk, packing, out, out_scores, with_scores, reach, num_pieces, lists,
+                         row_state):
     """out[token] = positions of the min(top_k, v) best scores of row ``token - start``, ascending, then -1.
 
     Place ``row * num_pieces + piece`` is that piece of a row; the blocks take the places in turn. What they take is found anew each
-    time, as registers are scarce.
+    time, as registers are scarce. Rows of up to `reach` candidates are left to others.
     """
     place = int32(cuda.blockIdx.x)
     while True:
@@ -537,14 +538,17 @@ def _select_rows_sampled(bits, row_candidates, chunk, packing, out, out_scores, 
         if cuda.shfl_sync(0xFFFFFFFF, int32(token >= stop), 0):
             break
         candidates = min(row_candidates[token], int32(pitch))
-        select_piece(bits[int64(row) * pitch:(int64(row) + 1) * pitch], row, out, out_scores, token, with_scores, candidates, piece,
-                     num_pieces, lists, row_state)
+        if candidates > reach:
+            select_piece(bits[int64(row) * pitch:(int64(row) + 1) * pitch], row, out, out_scores, token, with_scores, candidates,
+                         piece, num_pieces, lists, row_state)
+        if packing.shape[0] == 0:             # there is a block for every place
+            break
         cuda.syncthreads()
         place = int32(place + int32(cuda.gridDim.x))
 
 
-def _select_found_rows(bits, offsets, lengths, causal, kpool, chunk, packing, out, out_scores, with_scores, num_pieces, lists,
-                       row_state):
+def _select_found_rows(bits, offsets, lengths, causal, kpool, chunk, packing, out, out_scores, with_scores, reach, num_pieces,
+                       lists, row_state):
     """The same where no kernel has counted the rows' candidates before."""
     place = int32(cuda.blockIdx.x)
     while True:
@@ -554,13 +558,17 @@ def _select_found_rows(bits, offsets, lengths, causal, kpool, chunk, packing, ou
         if cuda.shfl_sync(0xFFFFFFFF, int32(token >= stop), 0):
             break
         candidates = find_candidates(offsets, lengths, token, causal, kpool, pitch)
-        select_piece(bits[int64(row) * pitch:(int64(row) + 1) * pitch], row, out, out_scores, token, with_scores, candidates, piece,
-                     num_pieces, lists, row_state)
+        if candidates > reach:
+            select_piece(bits[int64(row) * pitch:(int64(row) + 1) * pitch], row, out, out_scores, token, with_scores, candidates,
+                         piece, num_pieces, lists, row_state)
+        if packing.shape[0] == 0:             # there is a block for every place
+            break
         cuda.syncthreads()
         place = int32(place + int32(cuda.gridDim.x))
 
 
 _PIECES = (
+    types.int32,                              # reach, -1 for none
     types.int32,                              # num_pieces
     types.Array(types.uint32, 2, "C"),        # lists [rows, 2 * CAPACITY]: what the pieces of a row hand over; [1, 1] for one piece
     types.Array(types.int32, 2, "C"),         # row_state [rows, 2], zero before and after: entries in the list, pieces done

@@ -216,6 +216,22 @@ def after(stage, phase, num_stages):
     return stage, phase
 
 
+@cuda.jit(device=True, inline="always")
+def share_of(num_requests):
+    """Requests whose slots a thread counts, at most."""
+    return uint32(uint32(num_requests + uint32(THREADS - 1)) // uint32(THREADS))
+
+
+@cuda.jit(device=True, inline="always")
+def make_map(address, words, lane):
+    """Puts a tensor map, for the lanes of this warp to use, into global memory."""
+    if lane == uint32(0):
+        ptx.store_tensor_map(address, words)
+        ptx.release_tensor_map()
+    cuda.syncwarp()
+    ptx.acquire_tensor_map(address)
+
+
 # ------------------------------------------------------------------------------------------------------------------- kernel
 
 SIGNATURE = (
@@ -229,6 +245,7 @@ SIGNATURE = (
     types.Array(types.int32, 1, "A"),         # lengths [B]
     types.Array(types.int32, 2, "A"),         # table [B, max_pages]
     types.uint64, types.uint64,               # its address and extent in bytes
+    types.uint64, types.uint64,               # of the queries, likewise
     types.uint64, CHUNK, PACKING,             # scores: address, rows
     types.uint32,                             # num_blocks
     types.uint32, types.uint32,               # page: log2 of the rows that are copied at a time, tiles per page (at least 1)
@@ -246,16 +263,27 @@ def tma_scorer(tile: TmaTile) -> Kernel:
     """
     BARRIERS, SCRATCH = tile.q_full, tile.scratch_offset
     BLOCK_Q, NUM_Q_STAGES, NUM_KV_STAGES, NUM_BARRIERS = tile.block_q, tile.num_q_stages, tile.num_kv_stages, tile.num_barriers
-    START_REQUEST, START_SLOT = tile.start_offset, tile.start_offset + 4
-    MIN_FAIR, MAX_FAIR, _ = tile.given_out
-    NO_REQUEST = 0xFFFFFFFF
     declare = ptx.declare(acc=tile.columns // 2, weight=tile.columns // 4, predicates=("odd", "high"))
     give_registers, take_registers = ptx.set_registers("dec", PRODUCER_REGISTERS), ptx.set_registers("inc", MATH_REGISTERS)
     schedule, copy_keys, multiply = _schedule_warp(tile), _key_warp(tile), _math_warps(tile)
 
     def score(q_map, key_map, maps_at, counters, q_s, scales_at, scales_stride, offsets, lengths, table, table_at, table_bytes,
-              scores_at, chunk, packing, num_blocks, copy_shift, tiles_per_page, causal, pool, enough, limit):
+              q_at, q_bytes, scores_at, chunk, packing, num_blocks, copy_shift, tiles_per_page, causal, pool, enough, limit):
         declare()
+        # Each thread counts the slots of its share of the requests. Lengths are on their way while maps and barriers are made.
+        tid = uint32(cuda.threadIdx.x)
+        lane = uint32(tid & uint32(31))
+        warp = shuffle(uint32(tid >> uint32(5)), 0)           # the compiler's word that a warp shares it
+        rank = uint32(warp - uint32(SCHEDULE_WARP))           # of the warp: the schedule warp has the first requests
+        if warp < uint32(SCHEDULE_WARP):
+            rank = uint32(warp + uint32(NUM_WARPS - SCHEDULE_WARP))
+        num_requests = uint32(lengths.shape[0])
+        share = share_of(num_requests)
+        request = min(uint32(uint32(uint32(32) * rank + lane) * share), num_requests)
+        my_end = min(uint32(request + share), num_requests)
+        offset = end = cached = int32(0)
+        if request < my_end:
+            offset, end, cached = offsets[request], offsets[request + uint32(1)], lengths[request]
         first_row, end_row, pitch = chunk_rows(chunk, packing)
         start, stop = int32(shuffle(uint32(first_row), 0)), int32(shuffle(uint32(end_row), 0))
         width = uint32(pitch)
@@ -263,72 +291,40 @@ def tma_scorer(tile: TmaTile) -> Kernel:
             return
         shared = cuda.shared.array(0, types.uint8)
         base = uint32((ptx.shared_address(shared) + uint32(SWIZZLE_ATOM_BYTES - 1)) & uint32(2**32 - SWIZZLE_ATOM_BYTES))
-        tid = uint32(cuda.threadIdx.x)
-        lane = uint32(tid & uint32(31))
-        warp = shuffle(uint32(tid >> uint32(5)), 0)           # the compiler's word that a warp shares it
-        num_requests = uint32(lengths.shape[0])
         q_map_at = maps_at + uint64(16 * ptx.TENSOR_MAP_WORDS) * uint64(cuda.blockIdx.x)
         key_map_at = q_map_at + uint64(8 * ptx.TENSOR_MAP_WORDS)
-
-        # Every thread counts the tiles of its share of the requests; meanwhile, what will be wanted soon is brought and made.
-        share = uint32(uint32(num_requests + uint32(THREADS - 1)) // uint32(THREADS))
-        my_first = min(uint32(tid * share), num_requests)
-        my_end = min(uint32(my_first + share), num_requests)
-        mine = uint32(0)
-        request = my_first
-        while request < my_end:
-            _, before, count = rows_to_score(offsets[request], offsets[request + uint32(1)], lengths[request], start, stop, enough,
-                                             causal, limit)
-            mine = uint32(mine + slots_of_request(before, count, pool, causal, uint32(BLOCK_Q)))
-            request = uint32(request + uint32(1))
+        if warp == uint32(SCHEDULE_WARP):
+            make_map(q_map_at, q_map, lane)
+        if warp == uint32(KEY_WARP):
+            make_map(key_map_at, key_map, lane)
+        barrier = uint32(uint32(lane * uint32(NUM_WARPS)) + warp)       # few for each warp: its lanes make them one after the other
+        if barrier < uint32(NUM_BARRIERS):
+            arrivals = arrivals_of(barrier, NUM_Q_STAGES, NUM_KV_STAGES)
+            ptx.mbarrier_init(at(base, BARRIERS, 8, barrier), arrivals)
+            ptx.fence_mbarrier_init()
         line = uint64(uint64(cuda.blockIdx.x) * uint64(THREADS) + uint64(tid)) * uint64(128)
         if line < table_bytes:
             ptx.prefetch_l2(table_at + line)
-        if tid == uint32(32 * SCHEDULE_WARP):
-            ptx.store_tensor_map(q_map_at, q_map)
-            ptx.release_tensor_map()
-        if tid == uint32(32 * KEY_WARP):
-            ptx.store_tensor_map(key_map_at, key_map)
-            ptx.release_tensor_map()
-        if tid < uint32(NUM_BARRIERS):
-            arrivals = arrivals_of(tid, NUM_Q_STAGES, NUM_KV_STAGES)
-            ptx.mbarrier_init(at(base, BARRIERS, 8, tid), arrivals)
-            ptx.fence_mbarrier_init()
-        if tid == uint32(0):
-            ptx.store_shared_u32(uint32(base + uint32(START_REQUEST)), uint32(NO_REQUEST))
-        running = running_sum(mine, lane)
-        if lane == uint32(31):
-            ptx.store_shared_u32(at(base, SCRATCH, 4, warp), running)
-        cuda.syncthreads()
-        of_warp = uint32(0)
-        if lane < uint32(NUM_WARPS):
-            of_warp = ptx.load_shared_u32(at(base, SCRATCH, 4, lane))
-        of_warps = running_sum(of_warp, lane)
-        total = shuffle(of_warps, 31)
-        my_slot = uint32(shuffle(uint32(of_warps - of_warp), warp) + uint32(running - mine))
-
-        first_slot, end_slot, shared_slot, fair = stretch(total, uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), num_requests,
-                                                          MIN_FAIR, MAX_FAIR)
-        if uint32(first_slot - my_slot) < mine and first_slot < end_slot:
-            request = my_first
-            slot_in_request = uint32(first_slot - my_slot)
-            while share > uint32(1):
-                _, before, count = rows_to_score(offsets[request], offsets[request + uint32(1)], lengths[request], start, stop,
-                                                 enough, causal, limit)
-                slots = slots_of_request(before, count, pool, causal, uint32(BLOCK_Q))
-                if slot_in_request < slots:
-                    break
-                slot_in_request = uint32(slot_in_request - slots)
+        if line < q_bytes:
+            ptx.prefetch_l2(q_at + line)
+        if num_requests > uint32(32):                         # else the schedule warp has them all
+            mine = uint32(0)
+            while request < my_end:
+                _, before, count = rows_to_score(offset, end, cached, start, stop, enough, causal, limit)
+                mine = uint32(mine + slots_of_request(before, count, pool, causal, uint32(BLOCK_Q)))
                 request = uint32(request + uint32(1))
-            ptx.store_shared_u32(uint32(base + uint32(START_REQUEST)), request)
-            ptx.store_shared_u32(uint32(base + uint32(START_SLOT)), slot_in_request)
+                if request < my_end:
+                    offset, end, cached = end, offsets[request + uint32(1)], lengths[request]
+            mine = uint32(ptx.warp_sum(int32(mine)))
+            if lane == uint32(0):
+                ptx.store_shared_u32(at(base, SCRATCH, 4, rank), mine)
         cuda.syncthreads()
 
         if warp >= uint32(MATH_WARPS):
             give_registers()
             if warp == uint32(SCHEDULE_WARP):
-                schedule(base, lane, first_slot, end_slot, shared_slot, total, fair, q_map_at, counters, q_s, offsets, lengths,
-                         width, causal, pool, start, stop, enough, limit)
+                schedule(base, lane, offset, end, cached, q_map_at, counters, q_s, offsets, lengths, width, causal, pool, start,
+                         stop, enough, limit)
             elif warp == uint32(KEY_WARP):
                 copy_keys(base, lane, key_map_at, scales_at, scales_stride, table, num_blocks, copy_shift, tiles_per_page)
         else:
@@ -344,8 +340,8 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
     Q_FULL, Q_EMPTY, ITEM_FULL, NUM_Q_STAGES, Q_TILE_BYTES = (tile.q_full, tile.q_empty, tile.item_full, tile.num_q_stages,
                                                               tile.q_tile_bytes)
     ITEMS, ITEM_BYTES, CANDIDATES, WEIGHTS = tile.items_offset, tile.item_bytes, tile.candidates_offset, tile.weights_offset
-    START_REQUEST, START_SLOT = tile.start_offset, tile.start_offset + 4
-    _, _, PARTS = tile.given_out
+    SCRATCH = tile.scratch_offset
+    MIN_FAIR, MAX_FAIR, PARTS = tile.given_out
     WEIGHTS_PER_LANE = -(-COLUMNS // 32)
 
     @cuda.jit(device=True, inline="always")
@@ -385,20 +381,30 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
         ptx.mbarrier_arrive(q_full)                           # every lane, for what it has stored
 
     @cuda.jit(device=True, inline="always")
-    def schedule(base, lane, first_slot, end_slot, shared_slot, total, fair, q_map_at, counters, q_s, offsets, lengths, width,
-                 causal, pool, start, stop, enough, limit):
-        if lane == uint32(0):
-            ptx.acquire_tensor_map(q_map_at)
+    def schedule(base, lane, offset, end, cached, q_map_at, counters, q_s, offsets, lengths, width, causal, pool, start, stop,
+                 enough, limit):
         num_requests = uint32(lengths.shape[0])
         # 32 requests at a time, one per lane, from `batch`; its first slot is the `batch_slot`-th of the line
-        batch = ptx.load_shared_u32(uint32(base + uint32(START_REQUEST)))
-        batch_slot = uint32(first_slot - ptx.load_shared_u32(uint32(base + uint32(START_SLOT))))
-        is_loaded = False
-        first = uint32(0)
-        before = uint32(0)
-        count = uint32(0)
-        mine = uint32(0)
-        through = uint32(0)                                   # slots of the batch up to and with this lane's request
+        batch = uint32(0)
+        batch_slot = uint32(0)
+        first = before = count = mine = uint32(0)
+        is_loaded = num_requests <= uint32(32)
+        if is_loaded:
+            first, before, count = rows_to_score(offset, end, cached, start, stop, enough, causal, limit)
+            mine = slots_of_request(before, count, pool, causal, uint32(BLOCK_Q))
+        elif lane < uint32(NUM_WARPS):
+            mine = ptx.load_shared_u32(at(base, SCRATCH, 4, lane))
+        through = running_sum(mine, lane)                     # slots up to and with this lane's request, at first its warp's
+        total = shuffle(through, 31)
+        first_slot, end_slot, shared_slot, fair = stretch(total, uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), num_requests,
+                                                          MIN_FAIR, MAX_FAIR)
+        if not is_loaded:
+            ahead = uint32(cuda.ballot_sync(0xFFFFFFFF, first_slot < through))
+            batch = num_requests
+            if ahead != uint32(0):
+                source = uint32(uint32(cuda.ffs(ahead)) - uint32(1))
+                batch = uint32(uint32(32) * uint32(source * share_of(num_requests)))
+                batch_slot = shuffle(uint32(through - mine), source)
         slot = first_slot
         remaining = uint32(end_slot - first_slot)
         item = uint32(0)
@@ -407,7 +413,7 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
             if remaining == uint32(0):
                 if shared_slot == total:
                     break
-                part = max(uint32(fair // uint32(PARTS)), uint32(2))
+                part = max(uint32(fair // uint32(PARTS)), uint32(3))
                 given = uint32(0)
                 if lane == uint32(0):
                     given = cuda.atomic.add(counters, 0, part)
@@ -492,7 +498,6 @@ def _key_warp(tile: TmaTile) -> Callable[..., None]:
 
     @cuda.jit(device=True, inline="always")
     def copy_keys(base, lane, key_map_at, scales_at, scales_stride, table, num_blocks, copy_shift, tiles_per_page):
-        ptx.acquire_tensor_map(key_map_at)
         rows_per_copy = uint32(uint32(1) << copy_shift)
         num_copies = uint32(uint32(BLOCK_KV) >> copy_shift)
         my_row = uint32(lane << copy_shift)

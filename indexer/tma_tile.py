@@ -16,9 +16,8 @@ MATH_WARPS = 4 * (BLOCK_KV // KEYS_PER_WARPGROUP)
 SCHEDULE_WARP, KEY_WARP = MATH_WARPS, MATH_WARPS + 1
 NUM_WARPS = MATH_WARPS + 4                    # registers move between whole warpgroups
 THREADS = 32 * NUM_WARPS
-PRODUCER_REGISTERS, MATH_REGISTERS = 40, 232
+PRODUCER_REGISTERS, MATH_REGISTERS = 56, 224
 MAX_HEADS, MAX_COLUMNS, MAX_BLOCK_Q = 128, 256, 16
-MAX_KV_STAGES = 12
 Q_FULL_ARRIVALS = 32                          # who has brought an item's weights: the lanes of the schedule warp
 Q_EMPTY_ARRIVALS = MATH_WARPS + 1             # who is done with an item: the math warps and the key warp
 KV_EMPTY_ARRIVALS = MATH_WARPS                # who is done with a key tile
@@ -140,19 +139,15 @@ class TmaTile:
     def num_barriers(self) -> int:
         return 3 * self.num_q_stages + 2 * self.num_kv_stages
 
-    # a word per warp, then request and tile at which the walk starts
+    # a word per warp
     @property
     def scratch_offset(self) -> int:
         return self.kv_empty + 8 * self.num_kv_stages
 
     @property
-    def start_offset(self) -> int:
-        return self.scratch_offset + 4 * NUM_WARPS
-
-    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, with what it takes to align the base."""
-        return SWIZZLE_ATOM_BYTES + self.start_offset + 8
+        return SWIZZLE_ATOM_BYTES + self.scratch_offset + 4 * NUM_WARPS
 
 
 def tile_for(num_heads: int, head_dim: int, tokens_per_request: int, shared_bytes_limit: int) -> TmaTile:
@@ -162,8 +157,9 @@ def tile_for(num_heads: int, head_dim: int, tokens_per_request: int, shared_byte
     if block_q > 2:
         block_q = min(MAX_COLUMNS // heads, MAX_BLOCK_Q)
     depth_steps = 2 if head_dim <= 64 else 4                  # products of zeros change nothing; few kernels compile sooner
-    num_q_stages = 4 if heads * block_q <= MAX_COLUMNS // 2 else 2
-    tiles = (TmaTile(heads, block_q, depth_steps, num_q_stages, stages) for stages in range(MAX_KV_STAGES, 1, -1))
+    # Where memory is the limit, more in flight are no faster, and what is given out on demand is asked for too early.
+    num_q_stages, most = (3, 6) if heads * block_q <= MAX_COLUMNS // 2 else (2, 12)
+    tiles = (TmaTile(heads, block_q, depth_steps, num_q_stages, stages) for stages in range(most, 1, -1))
     return next(tile for tile in tiles if tile.shared_bytes <= shared_bytes_limit)
 
 

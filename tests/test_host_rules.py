@@ -127,15 +127,12 @@ def test_few_rows_are_shared_among_blocks(rows, width, pieces):
     assert sampled_selection.pieces_per_row(rows, width, 132) == pieces
 
 
-
-
 @pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")
 @pytest.mark.parametrize(("rows", "width", "blocks"), [
     (1, 131_072, 16), (7, 131_072, 16), (8, 65_536, 8), (15, 65_536, 8), (16, 65_536, 4), (30, 65_536, 4), (31, 40_000, 2),
-    (66, 32_768, 2), (67, 32_768, 0),                                   # no two blocks for each row
-    (1, 4095, 0), (1, 4096, 2), (1, 32_767, 8), (1, 32_768, 16),        # 2048 keys at least
-    (16, 81_920, 4), (16, 81_921, 0), (66, 40_960, 2), (66, 40_961, 0),         # 20,480 at most
-    (15, 1_000_000, 8), (1, 2**22, 16), (1, 2**22 + 1, 0)])             # but for eight blocks and more
+    (66, 32_768, 2), (67, 8192, 1), (132, 8192, 1), (133, 8192, 0),
+    (1, 2047, 0), (1, 4095, 1), (1, 4096, 2), (1, 32_767, 8), (1, 32_768, 16),        # 2048 keys at least
+    (132, 2**20, 1), (132, 2**20 + 1, 0), (66, 2**21, 2), (1, 2**24, 16), (1, 2**24 + 1, 0)])        # 2**20 at most
 def test_few_rows_are_selected_by_clusters(rows, width, blocks):
     from indexer import cluster_selection
     assert cluster_selection.blocks_per_row(rows, width, CLUSTERS) == blocks
@@ -146,7 +143,7 @@ def test_few_rows_are_selected_by_clusters(rows, width, blocks):
 def test_shared_memory_of_a_cluster_s_blocks():
     """Tiles of 256 keys, 264 words each; in front of them, in words, hand-counted."""
     from indexer import cluster_selection
-    histograms, counts, coarse, sent, found, lists, barriers = 3 * 2048, 64 + 1, 32, 16 * (32 + 64 + 2), 3, 2 * 4096, 2 * 8
+    histograms, counts, coarse, sent, found, lists, barriers = 3 * 2048, 64 + 1, 32, 16 * (32 + 65 + 2), 3, 2 * 4096, 2 * 8
     front = histograms + counts + coarse + sent + found + lists
     assert cluster_selection.shared_bytes(0) == 4 * ((front + 1) // 2 * 2 + barriers)
     assert cluster_selection.shared_bytes(10) == cluster_selection.shared_bytes(0) + 10 * 264 * 4
@@ -160,10 +157,29 @@ def test_shared_memory_of_a_cluster_s_blocks():
 def test_a_plan_of_clusters():
     plan = plan_of(new_tokens=[1] * 8, cached=[65_535] * 8, max_clusters=CLUSTERS)
     assert (plan.cluster_blocks, plan.num_held, plan.num_pieces, plan.lists_shape) == (8, 32, 0, (1, 1))
-    assert plan.select_shared_bytes < SHARED_BYTES
+    assert plan.reach == plan.width == 65_536
+    assert plan.cluster_shared_bytes < SHARED_BYTES
     chunked = plan_of(new_tokens=[1] * 8, cached=[65_535] * 8, max_clusters=CLUSTERS, scores_budget_bytes=2**20)
     assert chunked.cluster_blocks == 0                                  # a cluster's row is that token
     assert chunked.num_pieces == 1
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")
+@pytest.mark.parametrize(("rows", "width", "reach", "pieces"), [
+    (15, 1_000_000, 1_000_000, 0), (16, 162_816, 162_816, 0), (16, 162_817, 162_816, 8), (66, 81_408, 81_408, 0),
+    (66, 81_409, 81_408, 2), (67, 40_704, 40_704, 0), (132, 40_705, 40_704, 1), (133, 40_705, -1, 1)])
+def test_rows_whose_pieces_do_not_fit_are_for_another_selection(rows, width, reach, pieces):
+    """159 tiles of 256 keys fit; from eight blocks on, a row may be longer. The lengths tell, on the device, which rows are."""
+    plan = plan_of(new_tokens=[1] * rows, cached=[width - 1] * rows, max_clusters=CLUSTERS)
+    assert (plan.reach, plan.num_pieces) == (reach, pieces)
+    assert plan.cluster_shared_bytes <= SHARED_BYTES
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")
+def test_clusters_take_all_rows_where_no_other_selection_can():
+    """It holds at most twice as many candidates as are wanted."""
+    plan = plan_of(new_tokens=[1] * 132, cached=[99_999] * 132, top_k=4097, max_clusters=CLUSTERS)
+    assert (plan.cluster_blocks, plan.reach, plan.num_held, plan.num_pieces) == (1, 100_000, 159, 0)
 
 
 @pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")

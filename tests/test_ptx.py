@@ -79,6 +79,34 @@ def test_loads_return_what_they_load():
     assert sass.count("LDS") == 2
 
 
+@pytest.mark.parametrize(("count", "step"), [(8, 32), (8, 1), (2, 5)])
+def test_words_are_loaded_as_far_as_there_are_any(count, step):
+    load, global_address = ptx.load_words(count, step), ptx.global_address
+
+    def kernel(words, rest):
+        loaded = load(global_address(words) + uint64(4096), rest)
+        for j in range(count):
+            words[j] = loaded[j]
+
+    text, sass = compiled(kernel, WORDS, types.int32)
+    assert [int(least) for least in re.findall(r"setp\.gt\.s32 p, %r\d+, (\d+);", text)] == [step * j for j in range(count)]
+    loads = re.findall(r"mov\.u32 (%r\d+), 0; @p ld\.global\.u32 (%r\d+), \[%rd\d+\+(\d+)\];", text)
+    assert [int(offset) for _, _, offset in loads] == [4 * step * j for j in range(count)]
+    assert all(zeroed == loaded for zeroed, loaded, _ in loads)
+    assert len(re.findall(r"@!?P\d LDG", sass)) == count
+
+
+def test_a_score_s_key():
+    sortable_bits = ptx.sortable_bits
+
+    def kernel(words):
+        words[0] = sortable_bits(words[1])
+
+    text, sass = compiled(kernel, WORDS)
+    assert "add.rn.f32 x, x, 0f00000000; setp.nan.f32 nan, x, x;" in text
+    assert re.search(r"FADD R\d+, RZ, R\d+|FADD R\d+, R\d+, RZ", sass), sass                # no FTZ: subnormals are kept
+
+
 @pytest.mark.parametrize(("function", "register"), [
     (ptx.cluster_id, "%clusterid.x"), (ptx.cluster_rank, "%cluster_ctarank"), (ptx.cluster_size, "%cluster_nctarank")])
 def test_places_in_a_cluster(function, register):
