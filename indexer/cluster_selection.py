@@ -1,4 +1,5 @@
-"""Exact selection for few rows: a cluster of blocks holds a row in its shared memory and searches it together.
+"""Exact selection for few rows: a cluster of blocks holds a row in its shared memory and searches it together; a block alone, where
+there are about as many rows as multiprocessors.
 
 Each block keeps a piece of the row, as sortable keys, and counts its digits; the counts of all blocks together tell in which bin
 the k-th best key is. Once a bin holds few enough keys, all blocks get all of them and finish the search alone, each with the same
@@ -93,8 +94,13 @@ def blocks_per_row(num_rows: int, width: int, max_clusters: Mapping[int, int]) -
 
 
 def longest_row(num_blocks: int, shared_bytes_limit: int) -> int:
-    """Candidates of the longest row for which a cluster of so many blocks is the fastest: of more than four, any they take."""
-    return num_blocks * (LONGEST_PIECE if num_blocks > 4 else TILE * most_tiles_held(shared_bytes_limit))
+    """Candidates of the longest row that a cluster of so many blocks takes where another selection can, too.
+
+    Only pairs leave rows whose pieces do not fit: of a million candidates they would take twice as long. A second launch is 3 us,
+    which is little for the 31 to 66 rows that an H200 gives to pairs. For those of four blocks and of one it is over 5 % of the
+    whole operator on short rows, and what long ones lose is little beside their scores.
+    """
+    return num_blocks * (TILE * most_tiles_held(shared_bytes_limit) if num_blocks == 2 else LONGEST_PIECE)
 
 
 def tiles_held(width: int, num_blocks: int, shared_bytes_limit: int) -> int:

@@ -164,9 +164,9 @@ def stream_handle(stream: Any, library: str, ordinal: int | None = None) -> int:
 
     Notes
     -----
-    Whether a CUstream still exists is not asked. Where the driver knows that it was destroyed, it refuses work on it, which is a
-    RuntimeError then. It need not know, as CUDA leaves undefined what a destroyed stream does; nor can it, once a new stream has
-    the handle.
+    Whether a CUstream still exists cannot be asked. If its context has been destroyed, the driver refuses work on it, which is a
+    RuntimeError then. What a destroyed stream of a living context does CUDA leaves undefined: it may end the process, and a new
+    stream may have its handle.
     """
     if stream is not None:
         handle = _given_handle(stream)

@@ -105,14 +105,14 @@ def load_words(count: int, step: int) -> Callable[..., Any]:
     Returns
     -------
     intrinsic(address, rest)
-        `count` uint32: the j-th where ``rest > j step`` (int32), else 0. One instruction computes what eight address it by.
+        `count` uint32: the j-th where ``rest > j step`` (int32), else 0. They share one address, that of the first.
     """
     text = "".join(f"setp.gt.s32 p, ${count + 1}, {step * j}; mov.u32 ${j}, 0; @p ld.global.u32 ${j}, [${count}+{4 * step * j}]; "
                    for j in range(count))
     return instruction(f"{{ .reg .pred p; {text}}}", types.UniTuple(u32, count), u64, i32)
 
 
-# `selection.sortable`: adding zero makes one of both zeros
+# `selection.sortable` in five instructions; adding zero makes one of both zeros
 sortable_bits = instruction(
     "{ .reg .f32 x; .reg .b32 bits, sign; .reg .pred nan; mov.b32 x, $1; add.rn.f32 x, x, 0f00000000; setp.nan.f32 nan, x, x; "
     "mov.b32 bits, x; shr.s32 sign, bits, 31; or.b32 sign, sign, 0x80000000; xor.b32 $0, bits, sign; @nan mov.u32 $0, 0; }",

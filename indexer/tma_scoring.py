@@ -48,6 +48,7 @@ from .tma_tile import (
     KV_EMPTY_ARRIVALS,
     MATH_REGISTERS,
     MATH_WARPS,
+    MIN_PART,
     NUM_WARPS,
     PRODUCER_REGISTERS,
     Q_EMPTY_ARRIVALS,
@@ -413,7 +414,7 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
             if remaining == uint32(0):
                 if shared_slot == total:
                     break
-                part = max(uint32(fair // uint32(PARTS)), uint32(3))
+                part = max(uint32(fair // uint32(PARTS)), uint32(MIN_PART))
                 given = uint32(0)
                 if lane == uint32(0):
                     given = cuda.atomic.add(counters, 0, part)

@@ -18,6 +18,7 @@ NUM_WARPS = MATH_WARPS + 4                    # registers move between whole war
 THREADS = 32 * NUM_WARPS
 PRODUCER_REGISTERS, MATH_REGISTERS = 56, 224
 MAX_HEADS, MAX_COLUMNS, MAX_BLOCK_Q = 128, 256, 16
+MIN_PART = 3                                  # slots that are given out at a time: to ask for fewer takes as long as they do
 Q_FULL_ARRIVALS = 32                          # who has brought an item's weights: the lanes of the schedule warp
 Q_EMPTY_ARRIVALS = MATH_WARPS + 1             # who is done with an item: the math warps and the key warp
 KV_EMPTY_ARRIVALS = MATH_WARPS                # who is done with a key tile
@@ -70,7 +71,7 @@ class TmaTile:
     @property
     def given_out(self) -> tuple[int, int, int]:
         """(min_fair, max_fair, parts): a fair share of so many slots is given out on demand in its last quarter (`tile_schedule`),
-        in parts of 1 / parts of it.
+        in parts of 1 / parts of it, but `MIN_PART` at least.
 
         Where memory is the limit, the multiprocessors' shares of its bandwidth differ. Elsewhere it pays only where many short
         query blocks make stretches of unequal cost, and to begin an item costs more.

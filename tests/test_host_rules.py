@@ -166,10 +166,10 @@ def test_a_plan_of_clusters():
 
 @pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")
 @pytest.mark.parametrize(("rows", "width", "reach", "pieces"), [
-    (15, 1_000_000, 1_000_000, 0), (16, 162_816, 162_816, 0), (16, 162_817, 162_816, 8), (66, 81_408, 81_408, 0),
-    (66, 81_409, 81_408, 2), (67, 40_704, 40_704, 0), (132, 40_705, 40_704, 1), (133, 40_705, -1, 1)])
+    (15, 1_000_000, 1_000_000, 0), (30, 1_000_000, 1_000_000, 0), (31, 81_408, 81_408, 0), (66, 81_409, 81_408, 2),
+    (31, 1_000_000, 81_408, 4), (67, 100_000, 100_000, 0), (132, 100_000, 100_000, 0), (133, 100_000, -1, 1)])
 def test_rows_whose_pieces_do_not_fit_are_for_another_selection(rows, width, reach, pieces):
-    """159 tiles of 256 keys fit; from eight blocks on, a row may be longer. The lengths tell, on the device, which rows are."""
+    """Of pairs: 159 tiles of 256 keys fit in each block. The lengths tell, on the device, which rows are longer."""
     plan = plan_of(new_tokens=[1] * rows, cached=[width - 1] * rows, max_clusters=CLUSTERS)
     assert (plan.reach, plan.num_pieces) == (reach, pieces)
     assert plan.cluster_shared_bytes <= SHARED_BYTES
@@ -178,8 +178,8 @@ def test_rows_whose_pieces_do_not_fit_are_for_another_selection(rows, width, rea
 @pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")
 def test_clusters_take_all_rows_where_no_other_selection_can():
     """It holds at most twice as many candidates as are wanted."""
-    plan = plan_of(new_tokens=[1] * 132, cached=[99_999] * 132, top_k=4097, max_clusters=CLUSTERS)
-    assert (plan.cluster_blocks, plan.reach, plan.num_held, plan.num_pieces) == (1, 100_000, 159, 0)
+    plan = plan_of(new_tokens=[1] * 66, cached=[99_999] * 66, top_k=4097, max_clusters=CLUSTERS)
+    assert (plan.cluster_blocks, plan.reach, plan.num_held, plan.num_pieces) == (2, 100_000, 159, 0)
 
 
 @pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")
