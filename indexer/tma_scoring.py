@@ -395,7 +395,7 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
             mine = slots_of_request(before, count, pool, causal, uint32(BLOCK_Q))
         elif lane < uint32(NUM_WARPS):
             mine = ptx.load_shared_u32(at(base, SCRATCH, 4, lane))
-        through = running_sum(mine, lane)                     # slots up to and with this lane's request, at first its warp's
+        through = running_sum(mine, lane)                     # slots up to and with this lane's request, or its warp's
         total = shuffle(through, 31)
         first_slot, end_slot, shared_slot, fair = stretch(total, uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), num_requests,
                                                           MIN_FAIR, MAX_FAIR)
