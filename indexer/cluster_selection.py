@@ -218,10 +218,12 @@ def read_tile(key, shared, source_at, tile, first_tile, num_held, candidates, la
             key[j] = shared[at(KEYS + j, (tile - first_tile) * int32(TILE_WORDS) + lane * int32(ITEMS) + (lane >> int32(2)))]
     elif in_order:
         first = int32(tile * int32(TILE) + lane * int32(ITEMS))
-        sort_keys(key, load_in_order(address_of_score(source_at, first), int32(candidates - first)), int32(candidates - first), 1)
+        rest = int32(candidates - first)
+        sort_keys(key, load_in_order(address_of_score(source_at, first), rest), rest, 1)
     else:
         first = int32(tile * int32(TILE) + lane)
-        sort_keys(key, load_strided(address_of_score(source_at, first), int32(candidates - first)), int32(candidates - first), 32)
+        rest = int32(candidates - first)
+        sort_keys(key, load_strided(address_of_score(source_at, first), rest), rest, 32)
 
 
 @cuda.jit(device=True, inline="always")

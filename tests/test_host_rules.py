@@ -177,7 +177,7 @@ def test_rows_whose_pieces_do_not_fit_are_for_another_selection(rows, width, rea
 
 @pytest.mark.skipif(SIMULATED, reason="the simulator knows no PTX")
 def test_clusters_take_all_rows_where_no_other_selection_can():
-    """It holds at most twice as many candidates as are wanted."""
+    """The sampled selection takes a top_k of at most half of what a block holds, 4096."""
     plan = plan_of(new_tokens=[1] * 66, cached=[99_999] * 66, top_k=4097, max_clusters=CLUSTERS)
     assert (plan.cluster_blocks, plan.reach, plan.num_held, plan.num_pieces) == (2, 100_000, 159, 0)
 
