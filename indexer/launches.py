@@ -133,7 +133,8 @@ class Plan:
             cluster_blocks = cluster_selection.blocks_per_row(num_rows, width, max_clusters)
         is_sampled = sampled_selection.supports(width, call.top_k, shared_bytes_limit)
         if cluster_blocks:
-            reach = min(width, cluster_selection.longest_row(cluster_blocks)) if is_sampled else width
+            longest = cluster_selection.longest_row(cluster_blocks, shared_bytes_limit)
+            reach = min(width, longest) if is_sampled else width
             num_held = cluster_selection.tiles_held(reach, cluster_blocks, shared_bytes_limit)
         if is_sampled and reach < width:
             num_pieces = 1 if is_packed else sampled_selection.pieces_per_row(num_rows, width, num_multiprocessors)
@@ -332,16 +333,16 @@ def _tma_scorer(call: Call, plan: Plan, tile: tma_tile.TmaTile, scratch: Scratch
     rows_per_copy = min(page_size, tile_schedule.BLOCK_KV)
     maps = tma_tile.tensor_map(call.q, (tile.block_q, tile.heads)), tma_tile.tensor_map(call.keys, (1, rows_per_copy))
     extents = [word for start, end in (call.table.extent, call.q.extent) for word in (start, end - start)]
-    rules = (tile_schedule.enough_visible(skip_up_to, call.kpool), tile_schedule.visible_limit(call.width, call.kpool),
-             int(call.causal), tile_schedule.divisor(call.kpool))
-    inputs = (call.q_s, counters, call.table, *extents, num_blocks, rows_per_copy.bit_length() - 1,
-              max(1, page_size // tile_schedule.BLOCK_KV), call.key_scales.address, call.key_scales.strides[0])
+    inputs = (counters, call.q_s, call.key_scales.address, call.key_scales.strides[0], call.offsets, call.lengths, call.table,
+              *extents)
+    dimensions = (num_blocks, rows_per_copy.bit_length() - 1, max(1, page_size // tile_schedule.BLOCK_KV),
+                  int(call.causal), tile_schedule.divisor(call.kpool))
+    bounds = tile_schedule.enough_visible(skip_up_to, call.kpool), tile_schedule.visible_limit(call.width, call.kpool)
     kernel = tma_scoring.tma_scorer(tile)
     memory = describe("maps", scratch(plan.maps_shape, "uint64"))
 
     def score(scores: Any, bits: Any, chunk: tuple[int, ...], packing: Any) -> Launch:
         return Launch(kernel, plan.num_multiprocessors,
-                      (call.offsets, call.lengths, chunk, packing, *rules, memory.address, *maps, *inputs, scores.address),
-                      tile.shared_bytes)
+                      (*maps, memory.address, *inputs, scores.address, chunk, packing, *dimensions, *bounds), tile.shared_bytes)
 
     return score

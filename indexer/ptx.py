@@ -27,8 +27,6 @@ _CONSTRAINT = {u32: "r", i32: "r", u64: "l", f32: "f"}
 def instruction(text: str, result: Any, *argtypes: Any, memory: bool = True) -> Callable[..., Any]:
     """PTX as an intrinsic. Operands are $0, $1, ... in LLVM's syntax, the result first; it is never moved over another one.
 
-    No result shares a register with an argument: the text may write one before it has read the other.
-
     Parameters
     ----------
     text : str
@@ -44,7 +42,7 @@ def instruction(text: str, result: Any, *argtypes: Any, memory: bool = True) -> 
     outputs = [_LLVM[t] for t in results]
     llvm_result = ir.VoidType() if not outputs else outputs[0] if len(outputs) == 1 else ir.LiteralStructType(outputs)
     function = ir.FunctionType(llvm_result, [_LLVM[t] for t in argtypes])
-    constraints = ["=&" + _CONSTRAINT[t] for t in results] + [_CONSTRAINT[t] for t in argtypes] + ["~{memory}"] * memory
+    constraints = ["=" + _CONSTRAINT[t] for t in results] + [_CONSTRAINT[t] for t in argtypes] + ["~{memory}"] * memory
 
     def codegen(context, builder, signature, args):
         value = builder.call(ir.InlineAsm(function, text, ",".join(constraints), side_effect=True), args)
@@ -95,13 +93,6 @@ load_shared_u32 = instruction("ld.shared.u32 $0, [$1];", u32, u32)
 load_shared_f32 = instruction("ld.shared.f32 $0, [$1];", f32, u32)
 store_shared_u32 = instruction("st.shared.u32 [$0], $1;", void, u32, u32)
 store_shared_f32 = instruction("st.shared.f32 [$0], $1;", void, u32, f32)
-# (address, word, value, limit): stores the word where the value is at most the limit; gives the address behind what it has stored
-append_shared = instruction(
-    "{ .reg .pred p; setp.le.u32 p, $3, $4; mov.u32 $0, $1; @p st.shared.u32 [$1], $2; @p add.u32 $0, $1, 4; }",
-    u32, u32, u32, u32, u32)
-# (sum, value, limit, more): the sum, with `more` where the value is at most the limit
-add_if_at_most = instruction("{ .reg .pred p; setp.le.u32 p, $2, $3; mov.u32 $0, $1; @p add.u32 $0, $1, $4; }",
-                             u32, u32, u32, u32, u32, memory=False)
 # orders this thread's ordinary shared stores before what the tensor cores and the copy engine read
 fence_shared_to_async = instruction("fence.proxy.async.shared::cta;", void)
 

@@ -20,21 +20,15 @@ LENGTHS_SIGNATURE = (                         # what kernels take of the request
 
 
 @cuda.jit(device=True, inline="always")
-def candidates_of(offset, end, cached, token, causal, kpool, width):
-    """Candidates of a token of the request [offset, end), clamped to [0, width]: none where the request's length is negative."""
-    visible = int64(cached) + (int64(token) - int64(offset) + 1 if causal != 0 else int64(end) - int64(offset))
+def count_candidates(offsets, lengths, request, token, causal, kpool, width):
+    """Candidates of a token of a request, clamped to [0, width]: none where the request's length is negative."""
+    offset = int64(offsets[request])
+    cached = int64(lengths[request])
+    visible = cached + (int64(token) - offset + 1 if causal != 0 else int64(offsets[request + 1]) - offset)
     count = int64(0)
     if cached >= 0:
-        count = max(visible, int64(0))
-        if kpool != int64(1):                 # a division takes as long as the loads
-            count = count // int64(kpool)
+        count = max(visible, int64(0)) // int64(kpool)
     return int32(min(count, int64(width)))
-
-
-@cuda.jit(device=True, inline="always")
-def count_candidates(offsets, lengths, request, token, causal, kpool, width):
-    """`candidates_of` a token of a request."""
-    return candidates_of(offsets[request], offsets[request + 1], lengths[request], token, causal, kpool, width)
 
 
 @cuda.jit(device=True, inline="always")

@@ -236,27 +236,6 @@ def is_selected(key, position, low, place_low):
 
 
 @cuda.jit(device=True, inline="always")
-def sample_of(wanted, candidates):
-    """(count, rank, slack): scores of the sample, and how many of them the bound lets pass, at least and at most that many more.
-
-    The least is five standard deviations more than the sample's share of the wanted. The sample is so large that a block holds what
-    passes of all candidates where the most of the sample do, and 4.5 standard deviations more.
-    """
-    count = int32(FIRST_SAMPLE)
-    share = float32(wanted) * float32(count) / float32(candidates)
-    while True:
-        rank = int32(share + float32(5) * math.sqrt(share)) + int32(8)
-        slack = rank >> int32(3)
-        most = float32(rank + slack)
-        room = float32(CAPACITY) * float32(count)
-        if count == int32(CAPACITY) or (most + float32(4.5) * math.sqrt(most)) * float32(candidates) <= room:
-            break
-        count *= int32(2)
-        share *= float32(2)
-    return count, rank, slack
-
-
-@cuda.jit(device=True, inline="always")
 def row_and_piece(place, num_pieces):
     """What a block works on."""
     row = uint32(place) // uint32(num_pieces)
@@ -295,7 +274,15 @@ def select_piece(source, row, out, out_scores, token, with_scores, candidates, p
         rank, slack = wanted, int32(0)        # the search ends with at most `slack` keys more than `rank`
         low, key_bits = uint32(0), int32(32)  # it still has to tell apart the keys low ... low + 2**key_bits - 1
         if sampled:
-            count, rank, slack = sample_of(wanted, candidates)
+            # Five standard deviations more than the sample's share of the wanted; and a sample so large that eight fit.
+            count = int32(FIRST_SAMPLE)
+            share = float32(wanted) * float32(count) / float32(candidates)
+            while count < int32(CAPACITY) and (share + float32(8) * math.sqrt(share) + float32(8)) * float32(candidates) > (
+                    float32(0.9) * float32(CAPACITY) * float32(count)):
+                count *= int32(2)
+                share *= float32(2)
+            rank = int32(share + float32(5) * math.sqrt(share)) + int32(8)
+            slack = rank >> int32(3)
             spacing = candidates // (count >> int32(5))
         position, step = uint32(warp * spacing + lane), uint32(NUM_WARPS) * uint32(spacing)
         i = tid

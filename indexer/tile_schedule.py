@@ -1,11 +1,10 @@
 """How a ragged batch's key tiles are shared out: equal runs of tiles per block of threads, found from device lengths alone.
 
-The query tokens of a request are taken `block_q` at a time. Such a *query block* has one key tile for every `BLOCK_KV` candidates
-of its last token. It has a *slot* for each, and one more behind them, since to begin a query block takes about as long as a tile.
-The slots of all query blocks of all requests stand in one line, request after request, query block after query block, and every
-block of threads takes an equal stretch of it. Nothing is stored per tile or query block: the number of slots before a query block
-has a closed form, so any place in the line is found by a search. Slots are counted as if every query block had `padded_q` tokens,
-the power of two from `block_q` on: the last ones of a query block may be without a tile.
+The query tokens of a request are taken `block_q` at a time, a power of two. Such a *query block* has one key tile for every
+`BLOCK_KV` candidates of its last token. It has a *slot* for each, and one more behind them, since to begin a query block takes
+about as long as a tile. The slots of all query blocks of all requests stand in one line, request after request, query block after
+query block, and every block of threads takes an equal stretch of it. Nothing is stored per tile or query block: the number of slots
+before a query block has a closed form, so any place in the line is found by a search.
 
 All values are uint32. Sums are modulo 2**32, which is exact for every score matrix of fewer than 2**38 entries. No request has more
 tiles than rows as wide as the matrix have, whatever offsets and lengths hold; offsets that are not true can still make requests
@@ -93,16 +92,16 @@ def floor_sum(m, pool, factor):
 
 
 @cuda.jit(device=True, inline="always")
-def slots_before(query_block, before, pool, causal, padded_q):
-    """Slots of the query blocks ahead of this one in its request.
+def slots_before(query_block, before, pool, causal, block_q):
+    """Slots of the query blocks ahead of this one in its request; all of those are full.
 
-    Under the causal mask query block j has ``(before + (j + 1) padded_q + (BLOCK_KV - 1) kpool) // (BLOCK_KV kpool)`` slots for
-    tiles; as `padded_q` divides BLOCK_KV, that is ``(a + j + 1) // (BLOCK_KV / padded_q kpool)`` with the `a` below.
+    Under the causal mask query block j has ``(before + (j + 1) block_q + (BLOCK_KV - 1) kpool) // (BLOCK_KV kpool)`` tiles; as
+    `block_q` divides BLOCK_KV, that is ``(a + j + 1) // (BLOCK_KV / block_q kpool)`` with the `a` below.
     """
     tiles = uint32(query_block * tiles_for(before, pool))
     if causal != uint32(0):
-        a = uint32(uint32(before + uint32(uint32(BLOCK_KV - 1) * pool[0])) // padded_q)
-        factor = uint32(uint32(BLOCK_KV) // padded_q)
+        a = uint32(uint32(before + uint32(uint32(BLOCK_KV - 1) * pool[0])) // block_q)
+        factor = uint32(uint32(BLOCK_KV) // block_q)
         tiles = uint32(floor_sum(uint32(a + query_block), pool, factor) - floor_sum(a, pool, factor))
     return uint32(tiles + query_block)
 
@@ -117,34 +116,25 @@ def last_visible(query_block, before, count, causal, block_q):
 
 
 @cuda.jit(device=True, inline="always")
-def slots_of_block(query_block, before, pool, causal, padded_q):
-    """Slots of a query block."""
-    visible = before
-    if causal != uint32(0):
-        visible = uint32(before + uint32(uint32(query_block + uint32(1)) * padded_q))
-    return uint32(tiles_for(visible, pool) + uint32(1))
-
-
-@cuda.jit(device=True, inline="always")
-def slots_of_request(before, count, pool, causal, block_q, padded_q):
+def slots_of_request(before, count, pool, causal, block_q):
     """Slots of all query blocks of a request."""
     slots = uint32(0)
     if count > uint32(0):
         last = uint32(uint32(count - uint32(1)) // block_q)
-        slots = slots_of_block(last, before, pool, causal, padded_q)
+        slots = uint32(tiles_for(last_visible(last, before, count, causal, block_q), pool) + uint32(1))
         if last > uint32(0):
-            slots = uint32(slots + slots_before(last, before, pool, causal, padded_q))
+            slots = uint32(slots + slots_before(last, before, pool, causal, block_q))
     return slots
 
 
 @cuda.jit(device=True, inline="always")
-def query_block_at(slot, before, count, pool, causal, block_q, padded_q):
+def query_block_at(slot, before, count, pool, causal, block_q):
     """The query block of a request that has its `slot`-th slot: the last one with no more slots before it."""
     low = uint32(0)
     high = uint32(uint32(count + uint32(block_q - uint32(1))) // block_q)
     while uint32(high - low) > uint32(1):
         middle = uint32(uint32(low + high) >> uint32(1))
-        if slots_before(middle, before, pool, causal, padded_q) <= slot:
+        if slots_before(middle, before, pool, causal, block_q) <= slot:
             low = middle
         else:
             high = middle

@@ -31,7 +31,6 @@ from .tile_schedule import (
     query_block_at,
     rows_to_score,
     slots_before,
-    slots_of_block,
     slots_of_request,
     stretch,
     tiles_for,
@@ -133,20 +132,18 @@ def group_scores(first: int, num_tokens: int, heads: int, halved: bool, is_singl
     text = "mov.u64 at, $0; "
     for pair in range((num_tokens + 1) // 2):
         token = first + 2 * pair
-        has_second = 2 * pair + 1 < num_tokens
         text += _head_sums(token, heads, halved, ("u0", "l0"))
         if is_single:
             text += _fold("u0", "u0", "l0", "odd", 1) + "shfl.sync.bfly.b32 give, u0, 2, 31, 0xFFFFFFFF; add.rn.f32 u0, u0, give; "
         else:
+            has_second = 2 * pair + 1 < num_tokens
             if has_second:
                 text += _head_sums(token + 1, heads, halved, ("u1", "l1"))
             else:
                 text += "mov.f32 u1, 0f00000000; mov.f32 l1, 0f00000000; "
             text += _fold("u0", "u0", "u1", "odd", 1) + _fold("l0", "l0", "l1", "odd", 1) + _fold("u0", "u0", "l0", "high", 2)
-        text += f"mul.rn.f32 u0, u0, $4; ld.shared.u32 limit, [$2+{8 * pair}]; "
-        if not (is_single or has_second):
-            text += "@odd mov.u32 limit, 0; "                 # the next group's token
-        text += "setp.lt.u32 p, $3, limit; @p st.global.f32 [at], u0; "
+        text += f"mul.rn.f32 u0, u0, $4; ld.shared.u32 limit, [$2+{8 * pair}]; setp.lt.u32 p, $3, limit; "
+        text += "@p st.global.f32 [at], u0; "
         text += "add.u64 at, at, $1; "
     registers = ".reg .f32 r, s00, s01, s10, s11, u0, u1, l0, l1, keep, give; .reg .u64 at; .reg .u32 limit; .reg .pred p; "
     return ptx.instruction(f"{{ {registers}{text}}}", ptx.void, ptx.u64, ptx.u64, ptx.u32, ptx.u32, ptx.f32)
@@ -228,33 +225,33 @@ def share_of(num_requests):
 
 @cuda.jit(device=True, inline="always")
 def make_map(address, words, lane):
-    """Puts a tensor map into global memory, for warps that acquire it behind the block's next barrier."""
+    """Puts a tensor map, for the lanes of this warp to use, into global memory."""
     if lane == uint32(0):
         ptx.store_tensor_map(address, words)
         ptx.release_tensor_map()
+    cuda.syncwarp()
+    ptx.acquire_tensor_map(address)
 
 
 # ------------------------------------------------------------------------------------------------------------------- kernel
 
-# In the order in which they are asked for: a line of parameters that has not been read takes as long as memory.
 SIGNATURE = (
-    types.Array(types.int32, 1, "A"),         # offsets [B + 1]
-    types.Array(types.int32, 1, "A"),         # lengths [B]
-    CHUNK, PACKING,                           # rows
-    types.uint32, types.uint32,               # enough, limit: `tile_schedule`
-    types.uint32, types.UniTuple(types.uint32, 3),            # causal, `divisor` of kpool
-    types.uint64,                             # maps_at: scratch of 256 bytes per block
     types.UniTuple(types.uint64, ptx.TENSOR_MAP_WORDS),       # q_map
     types.UniTuple(types.uint64, ptx.TENSOR_MAP_WORDS),       # key_map
-    types.Array(types.float32, 2, "A"),       # q_s [T, H]
+    types.uint64,                             # maps_at: scratch of 256 bytes per block
     types.Array(types.uint32, 1, "C"),        # counters [2], zero before and after: tiles given out, blocks done
+    types.Array(types.float32, 2, "A"),       # q_s [T, H]
+    types.uint64, types.uint64,               # key scales: address, bytes from block to block
+    types.Array(types.int32, 1, "A"),         # offsets [B + 1]
+    types.Array(types.int32, 1, "A"),         # lengths [B]
     types.Array(types.int32, 2, "A"),         # table [B, max_pages]
     types.uint64, types.uint64,               # its address and extent in bytes
     types.uint64, types.uint64,               # of the queries, likewise
+    types.uint64, CHUNK, PACKING,             # scores: address, rows
     types.uint32,                             # num_blocks
     types.uint32, types.uint32,               # page: log2 of the rows that are copied at a time, tiles per page (at least 1)
-    types.uint64, types.uint64,               # key scales: address, bytes from block to block
-    types.uint64,                             # scores
+    types.uint32, types.UniTuple(types.uint32, 3),            # causal, `divisor` of kpool
+    types.uint32, types.uint32,               # enough, limit: `tile_schedule`
 )
 
 
@@ -266,17 +263,15 @@ def tma_scorer(tile: TmaTile) -> Kernel:
     sees more than `enough` tokens, for key < the row's candidates; the scores of other rows and keys are left as they are.
     """
     BARRIERS, SCRATCH = tile.q_full, tile.scratch_offset
-    BLOCK_Q, PADDED_Q = tile.block_q, tile.padded_q
-    NUM_Q_STAGES, NUM_KV_STAGES, NUM_BARRIERS = tile.num_q_stages, tile.num_kv_stages, tile.num_barriers
+    BLOCK_Q, NUM_Q_STAGES, NUM_KV_STAGES, NUM_BARRIERS = tile.block_q, tile.num_q_stages, tile.num_kv_stages, tile.num_barriers
     declare = ptx.declare(acc=tile.columns // 2, weight=tile.columns // 4, predicates=("odd", "high"))
     give_registers, take_registers = ptx.set_registers("dec", PRODUCER_REGISTERS), ptx.set_registers("inc", MATH_REGISTERS)
     schedule, copy_keys, multiply = _schedule_warp(tile), _key_warp(tile), _math_warps(tile)
 
-    def score(offsets, lengths, chunk, packing, enough, limit, causal, pool, maps_at, q_map, key_map, q_s, counters, table,
-              table_at, table_bytes, q_at, q_bytes, num_blocks, copy_shift, tiles_per_page, scales_at, scales_stride, scores_at):
+    def score(q_map, key_map, maps_at, counters, q_s, scales_at, scales_stride, offsets, lengths, table, table_at, table_bytes,
+              q_at, q_bytes, scores_at, chunk, packing, num_blocks, copy_shift, tiles_per_page, causal, pool, enough, limit):
         declare()
-        # Up to 32 requests are the schedule warp's, a lane each, while the other warps make maps and barriers. Of more, each thread
-        # counts the slots of its share.
+        # Each thread counts the slots of its share of the requests. Lengths are on their way while maps and barriers are made.
         tid = uint32(cuda.threadIdx.x)
         lane = uint32(tid & uint32(31))
         warp = shuffle(uint32(tid >> uint32(5)), 0)           # the compiler's word that a warp shares it
@@ -299,32 +294,25 @@ def tma_scorer(tile: TmaTile) -> Kernel:
         base = uint32((ptx.shared_address(shared) + uint32(SWIZZLE_ATOM_BYTES - 1)) & uint32(2**32 - SWIZZLE_ATOM_BYTES))
         q_map_at = maps_at + uint64(16 * ptx.TENSOR_MAP_WORDS) * uint64(cuda.blockIdx.x)
         key_map_at = q_map_at + uint64(8 * ptx.TENSOR_MAP_WORDS)
-        if rank == uint32(2):
+        if warp == uint32(SCHEDULE_WARP):
             make_map(q_map_at, q_map, lane)
-        if rank == uint32(3):
+        if warp == uint32(KEY_WARP):
             make_map(key_map_at, key_map, lane)
-        if rank != uint32(0):
-            # few for each warp: its lanes make them one after the other
-            barrier = uint32(uint32(lane * uint32(NUM_WARPS - 1)) + uint32(rank - uint32(1)))
-            if barrier < uint32(NUM_BARRIERS):
-                arrivals = arrivals_of(barrier, NUM_Q_STAGES, NUM_KV_STAGES)
-                ptx.mbarrier_init(at(base, BARRIERS, 8, barrier), arrivals)
-                ptx.fence_mbarrier_init()
+        barrier = uint32(uint32(lane * uint32(NUM_WARPS)) + warp)       # few for each warp: its lanes make them one after the other
+        if barrier < uint32(NUM_BARRIERS):
+            arrivals = arrivals_of(barrier, NUM_Q_STAGES, NUM_KV_STAGES)
+            ptx.mbarrier_init(at(base, BARRIERS, 8, barrier), arrivals)
+            ptx.fence_mbarrier_init()
         line = uint64(uint64(cuda.blockIdx.x) * uint64(THREADS) + uint64(tid)) * uint64(128)
         if line < table_bytes:
             ptx.prefetch_l2(table_at + line)
         if line < q_bytes:
             ptx.prefetch_l2(q_at + line)
-        first = before = count = mine = through = uint32(0)
-        if num_requests <= uint32(32):
-            if rank == uint32(0):
-                first, before, count = rows_to_score(offset, end, cached, start, stop, enough, causal, limit)
-                mine = slots_of_request(before, count, pool, causal, uint32(BLOCK_Q), uint32(PADDED_Q))
-                through = running_sum(mine, lane)
-        else:
+        if num_requests > uint32(32):                         # else the schedule warp has them all
+            mine = uint32(0)
             while request < my_end:
-                first, before, count = rows_to_score(offset, end, cached, start, stop, enough, causal, limit)
-                mine = uint32(mine + slots_of_request(before, count, pool, causal, uint32(BLOCK_Q), uint32(PADDED_Q)))
+                _, before, count = rows_to_score(offset, end, cached, start, stop, enough, causal, limit)
+                mine = uint32(mine + slots_of_request(before, count, pool, causal, uint32(BLOCK_Q)))
                 request = uint32(request + uint32(1))
                 if request < my_end:
                     offset, end, cached = end, offsets[request + uint32(1)], lengths[request]
@@ -336,11 +324,9 @@ def tma_scorer(tile: TmaTile) -> Kernel:
         if warp >= uint32(MATH_WARPS):
             give_registers()
             if warp == uint32(SCHEDULE_WARP):
-                ptx.acquire_tensor_map(q_map_at)
-                schedule(base, lane, first, before, count, mine, through, q_map_at, counters, q_s, offsets, lengths, width, causal,
-                         pool, start, stop, enough, limit)
+                schedule(base, lane, offset, end, cached, q_map_at, counters, q_s, offsets, lengths, width, causal, pool, start,
+                         stop, enough, limit)
             elif warp == uint32(KEY_WARP):
-                ptx.acquire_tensor_map(key_map_at)
                 copy_keys(base, lane, key_map_at, scales_at, scales_stride, table, num_blocks, copy_shift, tiles_per_page)
         else:
             take_registers()
@@ -351,7 +337,7 @@ def tma_scorer(tile: TmaTile) -> Kernel:
 
 def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
     """Finds this block's items and brings their query tiles, weights and candidate counts."""
-    HEADS, BLOCK_Q, PADDED_Q, COLUMNS = tile.heads, tile.block_q, tile.padded_q, tile.columns
+    HEADS, BLOCK_Q, COLUMNS = tile.heads, tile.block_q, tile.columns
     Q_FULL, Q_EMPTY, ITEM_FULL, NUM_Q_STAGES, Q_TILE_BYTES = (tile.q_full, tile.q_empty, tile.item_full, tile.num_q_stages,
                                                               tile.q_tile_bytes)
     ITEMS, ITEM_BYTES, CANDIDATES, WEIGHTS = tile.items_offset, tile.item_bytes, tile.candidates_offset, tile.weights_offset
@@ -396,18 +382,20 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
         ptx.mbarrier_arrive(q_full)                           # every lane, for what it has stored
 
     @cuda.jit(device=True, inline="always")
-    def schedule(base, lane, first, before, count, mine, through, q_map_at, counters, q_s, offsets, lengths, width, causal, pool,
-                 start, stop, enough, limit):
+    def schedule(base, lane, offset, end, cached, q_map_at, counters, q_s, offsets, lengths, width, causal, pool, start, stop,
+                 enough, limit):
         num_requests = uint32(lengths.shape[0])
         # 32 requests at a time, one per lane, from `batch`; its first slot is the `batch_slot`-th of the line
         batch = uint32(0)
         batch_slot = uint32(0)
+        first = before = count = mine = uint32(0)
         is_loaded = num_requests <= uint32(32)
-        if not is_loaded:
-            mine = uint32(0)
-            if lane < uint32(NUM_WARPS):
-                mine = ptx.load_shared_u32(at(base, SCRATCH, 4, lane))
-            through = running_sum(mine, lane)                 # slots up to and with this lane's request, or its warp's
+        if is_loaded:
+            first, before, count = rows_to_score(offset, end, cached, start, stop, enough, causal, limit)
+            mine = slots_of_request(before, count, pool, causal, uint32(BLOCK_Q))
+        elif lane < uint32(NUM_WARPS):
+            mine = ptx.load_shared_u32(at(base, SCRATCH, 4, lane))
+        through = running_sum(mine, lane)                     # slots up to and with this lane's request, or its warp's
         total = shuffle(through, 31)
         first_slot, end_slot, shared_slot, fair = stretch(total, uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), num_requests,
                                                           MIN_FAIR, MAX_FAIR)
@@ -443,7 +431,7 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
                 if request < num_requests:
                     first, before, count = rows_to_score(offsets[request], offsets[request + uint32(1)], lengths[request], start,
                                                          stop, enough, causal, limit)
-                mine = slots_of_request(before, count, pool, causal, uint32(BLOCK_Q), uint32(PADDED_Q))
+                mine = slots_of_request(before, count, pool, causal, uint32(BLOCK_Q))
                 through = running_sum(mine, lane)
             ahead = uint32(cuda.ballot_sync(0xFFFFFFFF, uint32(slot - batch_slot) < through))
             if ahead == uint32(0):
@@ -458,16 +446,14 @@ def _schedule_warp(tile: TmaTile) -> Callable[..., None]:
                 slot_in_block = uint32(uint32(slot - batch_slot) - shuffle(uint32(through - mine), source))
                 query_block = uint32(0)
                 if num_rows > uint32(BLOCK_Q):
-                    query_block = query_block_at(slot_in_block, seen_before, num_rows, pool, causal, uint32(BLOCK_Q),
-                                                 uint32(PADDED_Q))
-                    slot_in_block = uint32(slot_in_block - slots_before(query_block, seen_before, pool, causal, uint32(PADDED_Q)))
+                    query_block = query_block_at(slot_in_block, seen_before, num_rows, pool, causal, uint32(BLOCK_Q))
+                    slot_in_block = uint32(slot_in_block - slots_before(query_block, seen_before, pool, causal, uint32(BLOCK_Q)))
                 token = uint32(query_block * uint32(BLOCK_Q))
                 while remaining > uint32(0) and token < num_rows:
                     visible = last_visible(query_block, seen_before, num_rows, causal, uint32(BLOCK_Q))
                     tiles = tiles_for(visible, pool)
-                    slots = slots_of_block(query_block, seen_before, pool, causal, uint32(PADDED_Q))
-                    num_slots = min(uint32(slots - slot_in_block), remaining)
-                    num_tiles = min(num_slots, uint32(tiles - min(tiles, slot_in_block)))
+                    num_slots = min(uint32(uint32(tiles + uint32(1)) - slot_in_block), remaining)
+                    num_tiles = min(num_slots, uint32(tiles - slot_in_block))
                     if num_tiles > uint32(0):
                         ptx.mbarrier_wait(at(base, Q_EMPTY, 8, item), phase)
                         row = uint32(first_row + token)

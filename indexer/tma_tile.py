@@ -37,7 +37,7 @@ class TmaTile:
     heads : int
         Heads per token, with padding: 8, 16, 32, 64 or 128.
     block_q : int
-        Query tokens of a query block.
+        Query tokens of a query block: a power of two.
     depth_steps : int
         Products of depth 32 per dot product.
     num_q_stages, num_kv_stages : int
@@ -53,11 +53,6 @@ class TmaTile:
     @property
     def columns(self) -> int:
         return self.heads * self.block_q
-
-    @property
-    def padded_q(self) -> int:
-        """Query tokens of a query block as its slots are counted (`tile_schedule`): a power of two."""
-        return 1 << (self.block_q - 1).bit_length()
 
     @property
     def num_groups(self) -> int:
@@ -157,13 +152,11 @@ class TmaTile:
 
 
 def tile_for(num_heads: int, head_dim: int, tokens_per_request: int, shared_bytes_limit: int) -> TmaTile:
-    """The tile for these dimensions: query blocks of one or two tokens where requests have so many, else as long as can be, or
-    three quarters of that where these are enough and half is not: half of the columns can be left out, a quarter cannot."""
+    """The tile for these dimensions: query blocks of one or two tokens where requests have so many, else as long as can be."""
     heads = next(h for h in (8, 16, 32, 64, 128) if num_heads <= h)
-    longest = min(MAX_COLUMNS // heads, MAX_BLOCK_Q)
-    block_q = min(max(1, tokens_per_request), longest)
+    block_q = min(max(1, tokens_per_request), MAX_COLUMNS // heads)
     if block_q > 2:
-        block_q = 3 * longest // 4 if longest % 8 == 0 and longest // 2 < block_q <= 3 * longest // 4 else longest
+        block_q = min(MAX_COLUMNS // heads, MAX_BLOCK_Q)
     depth_steps = 2 if head_dim <= 64 else 4                  # products of zeros change nothing; few kernels compile sooner
     # Where memory is the limit, more in flight are no faster, and what is given out on demand is asked for too early.
     num_q_stages, most = (3, 6) if heads * block_q <= MAX_COLUMNS // 2 else (2, 12)

@@ -24,8 +24,8 @@ KERNELS = {
 }
 TMA_TILES = {
     f"tma_scorer_{heads}_{depth}_{tokens}": tma_tile.tile_for(heads, depth, tokens, SHARED_BYTES)
-    for heads, depth, tokens in ((64, 128, 1), (64, 128, 4), (32, 128, 6), (32, 128, 8), (128, 64, 2), (8, 32, 16), (8, 128, 1),
-                                 (16, 128, 1), (32, 64, 2))
+    for heads, depth, tokens in ((64, 128, 1), (64, 128, 4), (32, 128, 8), (128, 64, 2), (8, 32, 16), (8, 128, 1), (16, 128, 1),
+                                 (32, 64, 2))
 }
 HOPPER_KERNELS = {
     "wgmma_probe": WGMMA,

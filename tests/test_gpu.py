@@ -124,12 +124,11 @@ def test_selection_of_every_kind_of_row(kind, top_k):
 
 @pytest.mark.parametrize("top_k", [1, 2048, 9000])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("num_rows", "size"), [
-    (1, 5000), (1, 26_000), (2, 1_200_000), (8, 65_537), (10, 50_000), (16, 20_479), (20, 30_000), (30, 40_000), (35, 200_001),
-    (40, 20_001), (40, 90_001), (40, 140_001), (70, 5001), (70, 50_001)])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 5000), (2, 1_200_000), (8, 65_537), (16, 20_479), (40, 20_001), (40, 90_001),
+                                                (70, 5001), (70, 50_001)])
 def test_selection_by_clusters_of_any_size(num_rows, size, kind, top_k):
-    """Of 1 to 6, 8, 9, 12 and 16 blocks; pieces that a block cannot hold; rows of other lengths in between, all selected from some;
-    rows that clusters leave to another selection beside those that they take."""
+    """Of 1, 2, 4, 8 and 16 blocks; pieces that a block cannot hold; rows of other lengths in between, all selected from some; rows
+    that clusters leave to another selection beside those that they take."""
     rng = np.random.default_rng([num_rows, len(kind)])
     rows = [row_of(kind, size if i % 3 == 0 else int(rng.integers(1, size)), rng) for i in range(num_rows)]
     batch = planted(rows, top_k)

@@ -131,19 +131,6 @@ def test_bad_offsets_leave_every_row_lawful(seed):
         check(with_bad(batch, "input_row_offsets", slice(None), offsets.astype(np.uint32)), f"seed {seed}, offsets {offsets}")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("order", ["index", "score"])
-def test_a_row_that_clusters_leave_is_taken_by_the_other_selection(monkeypatch, order):
-    """Where pairs of blocks leave long rows to a second launch, both find the same row long, whatever offsets hold."""
-    from indexer import cluster_selection
-    monkeypatch.setattr(cluster_selection, "EVEN_PIECE", 1024)
-    batch = make_batch(np.random.default_rng(0), new_tokens=[40, 0, 0], cached=[6000, 30, 30], num_heads=8, head_dim=32, top_k=64,
-                       order=order)
-    check = assert_lawful(batch, Way(on_device=True, filler=FILLERS[0]), range(3))
-    for offsets in ([0, 40, 10, 40], [0, 10, 40, 5], [40, 0, 40, 0]):   # tokens that no request, or that several contain
-        check(with_bad(batch, "input_row_offsets", slice(None), offsets), offsets)
-
-
 @SEEDS
 def test_metadata_of_any_bytes_leaves_every_row_lawful(seed):
     rng, batch, way = drawn(seed)

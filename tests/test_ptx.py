@@ -96,22 +96,6 @@ def test_words_are_loaded_as_far_as_there_are_any(count, step):
     assert len(re.findall(r"@!?P\d LDG", sass)) == count
 
 
-def test_what_is_done_where_a_value_is_at_most_a_limit():
-    append, add = ptx.append_shared, ptx.add_if_at_most
-
-    def kernel(words, address, word, value, limit):
-        words[0] = append(address, word, value, limit)
-        words[1] = add(address, value, limit, word)
-
-    text, sass = compiled(kernel, WORDS, *[uint32] * 4)
-    value, limit, at, word = re.search(
-        r"setp\.le\.u32 p, (%r\d+), (%r\d+); mov\.u32 (?P<result>%r\d+), (%r\d+); @p st\.shared\.u32 \[\4\], (%r\d+); "
-        r"@p add\.u32 (?P=result), \4, 4;", text).group(1, 2, 4, 5)
-    assert len({value, limit, at, word}) == 4
-    assert re.search(rf"setp\.le\.u32 p, {value}, {limit}; mov\.u32 (%r\d+), {at}; @p add\.u32 \1, {at}, {word};", text)
-    assert re.search(r"@!?P\d STS", sass), sass
-
-
 def test_a_score_s_key():
     sortable_bits = ptx.sortable_bits
 

@@ -13,17 +13,10 @@ from host_functions import plain
 
 from indexer import tile_schedule
 
-BLOCK_QS = (1, 2, 4, 6, 8, 12, 16)
-rows_to_score, slots_of_request, slots_before, slots_of_block, query_block_at = map(plain, (
-    tile_schedule.rows_to_score, tile_schedule.slots_of_request, tile_schedule.slots_before, tile_schedule.slots_of_block,
-    tile_schedule.query_block_at))
-last_visible, tiles_for, divide, stretch = map(plain, (
-    tile_schedule.last_visible, tile_schedule.tiles_for, tile_schedule.divide, tile_schedule.stretch))
-
-
-def padded(block_q):
-    """The power of two from there on."""
-    return 1 << (block_q - 1).bit_length()
+BLOCK_QS = (1, 2, 4, 8, 16)
+rows_to_score, slots_of_request, slots_before, query_block_at, divide, stretch = map(plain, (
+    tile_schedule.rows_to_score, tile_schedule.slots_of_request, tile_schedule.slots_before, tile_schedule.query_block_at,
+    tile_schedule.divide, tile_schedule.stretch))
 
 
 @given(st.integers(0, 2**31 - 1), st.integers(1, tile_schedule.MAX_KPOOL))
@@ -47,22 +40,18 @@ def test_slots_are_counted_and_found(request):
     stop, block_q, width = start + request["length"], request["block_q"], (c + n) // kpool + request["spare"]
     candidates = {row: (c + (row - offset + 1 if causal else n)) // kpool for row in range(offset, offset + n)}
     wanted = [row for row in candidates if start <= row < stop and candidates[row] > skip]
-    tiles = [-(-candidates[wanted[min(i + block_q, len(wanted)) - 1]] // 128) for i in range(0, len(wanted), block_q)]
-    seen = c + (wanted[0] - offset if wanted and causal else n)         # before the first wanted row, or by each
-    slots = [-(-((seen + (j + 1) * padded(block_q) * causal) // kpool) // 128) + 1 for j in range(len(tiles))]
+    slots = [-(-candidates[wanted[min(i + block_q, len(wanted)) - 1]] // 128) + 1 for i in range(0, len(wanted), block_q)]
 
     first, before, count = rows_to_score(offset, offset + n, c, start, stop, tile_schedule.enough_visible(skip, kpool), int(causal),
                                          tile_schedule.visible_limit(width, kpool))
     pool = tile_schedule.divisor(kpool)
     assert (count, first if wanted else None) == (len(wanted), wanted[0] if wanted else None)
-    assert slots_of_request(before, count, pool, int(causal), block_q, padded(block_q)) == sum(slots)
+    assert slots_of_request(before, count, pool, int(causal), block_q) == sum(slots)
     ends = np.cumsum([0, *slots])
     for block in range(len(slots)):
-        assert slots_before(block, before, pool, int(causal), padded(block_q)) == ends[block]
-        assert slots_of_block(block, before, pool, int(causal), padded(block_q)) == slots[block] > tiles[block]
-        assert tiles_for(last_visible(block, before, count, int(causal), block_q), pool) == tiles[block]
+        assert slots_before(block, before, pool, int(causal), block_q) == ends[block]
         for slot in {ends[block], ends[block + 1] - 1}:
-            assert query_block_at(int(slot), before, count, pool, int(causal), block_q, padded(block_q)) == block
+            assert query_block_at(int(slot), before, count, pool, int(causal), block_q) == block
 
 
 int32s = st.integers(-2**31, 2**31 - 1)
@@ -71,7 +60,7 @@ int32s = st.integers(-2**31, 2**31 - 1)
 @given(int32s, int32s, int32s, st.booleans(), st.integers(1, 5000), st.sampled_from((1, 4, 500)), st.integers(0, 2**24),
        st.sampled_from(BLOCK_QS))
 def test_untrue_metadata_stays_bounded(cached, offset, end, causal, width, kpool, rows, block_q):
-    """Rows within the chunk, and no more slots than query blocks of full width have, whatever the metadata hold."""
+    """Rows within the chunk, and no more slots than rows of full width have, whatever the metadata hold."""
     stop = 10 + rows
     first, before, count = rows_to_score(offset, end, cached, 10, stop, tile_schedule.enough_visible(0, kpool), int(causal),
                                          tile_schedule.visible_limit(width, kpool))
@@ -79,12 +68,8 @@ def test_untrue_metadata_stays_bounded(cached, offset, end, causal, width, kpool
     assert before + (count if causal else 0) <= max(before, tile_schedule.visible_limit(width, kpool))
     if cached < 0:
         assert count == 0
-    slots = slots_of_request(before, count, tile_schedule.divisor(kpool), int(causal), block_q, padded(block_q))
-    num_blocks = -(-count // block_q)
-    widest = max(before + num_blocks * padded(block_q) * causal, tile_schedule.visible_limit(width, kpool)) // kpool
-    assert slots <= num_blocks * (1 + -(-widest // 128))
-    if block_q == padded(block_q):
-        assert widest <= width + 1 + block_q
+    slots = slots_of_request(before, count, tile_schedule.divisor(kpool), int(causal), block_q)
+    assert slots <= -(-count // block_q) * (1 + -(-(width + 1) // 128))
 
 
 def test_a_request_longer_than_the_matrix_leaves_the_others_their_slots():
@@ -95,7 +80,7 @@ def test_a_request_longer_than_the_matrix_leaves_the_others_their_slots():
     for b in range(3):
         _, before, count = rows_to_score(offsets[b], offsets[b + 1], cached[b], 0, 6_000_001, tile_schedule.enough_visible(0, 1), 1,
                                          limit)
-        slots.append(slots_of_request(before, count, pool, 1, 16, 16))
+        slots.append(slots_of_request(before, count, pool, 1, 16))
     assert slots == [2, 2, 2]
 
 

