@@ -1,7 +1,9 @@
 """Where the tests run: on the GPU where there is one; else those of the kernels in numba's simulator, in a child process that
-test_simulator.py starts."""
+test_simulator.py waits for."""
 import os
+import subprocess
 import sys
+import tempfile
 import threading
 
 import numpy as np
@@ -36,6 +38,28 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         elif item.get_closest_marker("kernels") and not is_available():
             item.add_marker(pytest.mark.skip(reason="without a GPU it runs in the simulator, in the child of test_simulator.py"))
+    items.sort(key=_waits_for_simulator)
+
+
+def _waits_for_simulator(item):
+    return item.path.name == "test_simulator.py"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def simulator(request):
+    """The child pytest that runs the kernels' tests in the simulator, and the file of what it prints. It starts with the first test
+    of the parent, for those take as long and a second core would else be idle."""
+    if is_available() or not any(map(_waits_for_simulator, request.session.items)):
+        yield None
+        return
+    tests = str(request.config.rootpath / "tests")
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "kernels and not gpu", "-p", "no:cacheprovider", tests]
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
+    with tempfile.TemporaryFile("w+") as output:
+        child = subprocess.Popen(command, cwd=request.config.rootpath, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        yield child, output
+        child.kill()
+        child.wait()
 
 
 @pytest.fixture(autouse=True)

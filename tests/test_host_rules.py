@@ -24,8 +24,12 @@ decode, chunk_rows, packed = (function.fn if SIMULATED else function.py_func
 
 
 def plan_of(num_multiprocessors=132, shared_bytes_limit=SHARED_BYTES, with_scores=False, max_clusters=None, **options):
+    """The plan of a call with these lengths. All pages are one, so that a million keys need no memory."""
     options = {"new_tokens": [8], "cached": [992], "num_heads": 64, "head_dim": 32, "page_size": 64, "top_k": 100, **options}
-    batch = make_batch(np.random.default_rng(0), **options)
+    batch = make_batch(np.random.default_rng(0), **{**options, "cached": [0] * len(options["cached"])})
+    most_keys = max(n + c for n, c in zip(options["new_tokens"], options["cached"]))
+    batch = replace(batch, cache_lengths=np.array(options["cached"], "uint32"),
+                    lookup_table=np.zeros((len(options["cached"]), most_keys // options["page_size"] + 1), "uint32"))
     call = check_call(*batch.arguments(), mask=batch.mask, kpool=batch.kpool, arithmetic="exact", top_k=batch.top_k,
                       order=batch.order, scores_budget_bytes=batch.scores_budget_bytes)
     return Plan.of(call, num_multiprocessors, shared_bytes_limit, with_scores=with_scores, max_clusters=max_clusters)
